@@ -1,0 +1,216 @@
+"""From a config to the objects of a run: mesh, codec, text, network, process, objective, reward client.
+
+The one place that turns config fields into constructor arguments, for training and evaluation alike. Each object is made
+by the library it belongs to; this module adds no behaviour.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from ddrl_jax import rewards, state
+from ddrl_jax.config import PROCESS_FIELDS, ConfigError
+from ddrl_jax.data import digits
+from ddrl_jax.diffusion.process import DanceSDE, EDMChurn, FlowSDE
+from ddrl_jax.logbook import Logbook
+from ddrl_jax.models.cosmos_dit import CosmosDiT, CosmosDiTConfig
+from ddrl_jax.models.denoiser import CosmosDenoiser, cosmos_denoiser
+from ddrl_jax.models.unshuffle import Unshuffle
+from ddrl_jax.models.word_table import WordTable
+from ddrl_jax.parallel import mesh as mesh_lib
+from ddrl_jax.rewards import environment
+from ddrl_jax.rl.objective import Objective, dance_grpo, ddrl, flow_grpo
+
+PROCESSES = {"edm_churn": EDMChurn, "flow_sde": FlowSDE, "dance_sde": DanceSDE}
+SCORER_CLIPS = 6000
+PRESETS = {"ddrl": ddrl, "dance_grpo": dance_grpo, "flow_grpo": flow_grpo}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What every mode needs. `latent_shape` is (C, T, h, w) of one sample."""
+
+    mesh: Mesh
+    codec: Unshuffle
+    table: WordTable
+    denoise: CosmosDenoiser
+    process: EDMChurn | FlowSDE | DanceSDE
+    objective: Objective
+    latent_shape: tuple[int, ...]
+
+    def context(self, captions: list[str]) -> np.ndarray:
+        """Captions -> (N, S, D) float32 text features."""
+        return self.table.embed(captions)
+
+    @property
+    def null_cond(self) -> dict[str, Any]:
+        """The condition without text: zero features before the projection (specs/cosmos.md, traps)."""
+        return cond(np.zeros((1, self.table.length, self.table.dim), np.float32))
+
+
+def cond(context: Any) -> dict[str, Any]:
+    """A denoiser's condition: text only, no padding and no conditioning frames."""
+    return {"context": context, "padding_mask": None, "condition_mask": None, "frames": None}
+
+
+def build(config: ConfigDict) -> Setup:
+    """Everything but parameters, data and the sidecar. Raises `ConfigError`."""
+    try:
+        mesh = mesh_lib.make_mesh(config.mesh.replica, config.mesh.fsdp, config.mesh.context)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    shards, groups = mesh_lib.batch_shards(mesh), config.train.micro_batch // config.rollout.group_size
+    if groups % shards:
+        raise ConfigError(
+            f"config.train.micro_batch={config.train.micro_batch}: holds {groups} groups of "
+            f"{config.rollout.group_size}, which must be a multiple of the mesh's replica * fsdp = {shards}"
+        )
+    for field in ("pretrain.batch_size", "eval.chunk"):
+        section, name = field.split(".")
+        if config[section][name] % shards:
+            raise ConfigError(
+                f"config.{field}={config[section][name]}: must be a multiple of the mesh's replica * fsdp = {shards}"
+            )
+    codec = Unshuffle(config.codec.factor, config.codec.mean, config.codec.std)
+    side = config.data.size // config.codec.factor
+    table = WordTable(digits.VOCABULARY, dim=config.text.dim, length=config.text.length)
+    return Setup(
+        mesh=mesh,
+        codec=codec,
+        table=table,
+        denoise=cosmos_denoiser(_graphdef(config), use_rf_ckpts=True),
+        process=build_process(config),
+        objective=build_objective(config),
+        latent_shape=(config.codec.factor**2, config.data.frames, side, side),
+    )
+
+
+def _model_config(config: ConfigDict) -> CosmosDiTConfig:
+    return CosmosDiTConfig(
+        in_channels=config.codec.factor**2, context_in=config.text.dim, param_dtype="float32", **config.model
+    )
+
+
+def _graphdef(config: ConfigDict) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: CosmosDiT(_model_config(config), rngs=nnx.Rngs(0))))[0]
+
+
+def init_params(config: ConfigDict, setup: Setup, key: jax.Array) -> Any:
+    """Freshly drawn parameters, float32, sharded over fsdp."""
+
+    def init(key: jax.Array) -> Any:
+        return nnx.split(CosmosDiT(_model_config(config), rngs=nnx.Rngs(key)))[1]
+
+    shardings = mesh_lib.fsdp_sharding(setup.mesh, jax.eval_shape(init, key))
+    return jax.jit(init, out_shardings=shardings)(key)
+
+
+def build_process(config: ConfigDict) -> EDMChurn | FlowSDE | DanceSDE:
+    given = {f: config.process[f] for f in PROCESS_FIELDS[config.process.name] if config.process[f] is not None}
+    return PROCESSES[config.process.name](**given)
+
+
+def build_objective(config: ConfigDict) -> Objective:
+    """The preset with the fields that are not None. "sft" is the data loss alone: no rollout term is asked for."""
+    given = {f: v for f, v in config.objective.items() if f != "name" and v is not None}
+    if config.objective.name == "sft":
+        return Objective(**({"data_beta": 1.0} | given))
+    return PRESETS[config.objective.name](**given)
+
+
+def optimizer(section: ConfigDict) -> optax.GradientTransformation:
+    """AdamW of `config.pretrain` or `config.train`; a field the section lacks has `state.make_optimizer`'s value."""
+    names = ("learning_rate", "warmup_steps", "b1", "b2", "eps", "weight_decay", "grad_clip")
+    return state.make_optimizer(**{n: section[n] for n in names if n in section})
+
+
+def ema_exponent(section: ConfigDict) -> float | None:
+    """The EMA's exponent, or None where `ema_rate` is 0: no EMA."""
+    return state.ema_exponent(section.ema_rate) if section.ema_rate > 0 else None
+
+
+def train_state(
+    setup: Setup, params: Any, optimizer: optax.GradientTransformation, exponent: float | None
+) -> state.TrainState:
+    """A state at step 0 whose every leaf is sharded by the mesh's rule."""
+
+    def init(p: Any) -> state.TrainState:
+        return state.init_state(p, optimizer, ema=exponent is not None)
+
+    shardings = mesh_lib.fsdp_sharding(setup.mesh, jax.eval_shape(init, params))
+    return jax.jit(init, out_shardings=shardings)(params)
+
+
+def to_global(mesh: Mesh, local: np.ndarray) -> jax.Array:
+    """This process's rows of a batch -> the global array, cut along its first axis over replica x fsdp."""
+    return jax.make_array_from_process_local_data(mesh_lib.batch_sharding(mesh), np.asarray(local))
+
+
+def scorer_weights(config: ConfigDict, workdir: Path, book: Logbook) -> Path:
+    """The folder the sidecar's scorers load from; the digits scorer's weights are trained into it, once per workdir.
+
+    The sidecar knows nothing of our data: it reads clips of the "scorer" scans from a file.
+    """
+    folder = workdir / "scorer"
+    if "digits" not in config.reward.scorers or (folder / "digits.json").exists():
+        return folder
+    clips = digits.write_clips(
+        workdir / "clips", "scorer", SCORER_CLIPS, seed=config.eval.seed, frames=config.data.frames, size=config.data.size
+    )
+    book.say(f"scorer: training on {SCORER_CLIPS} clips of its own scans")
+    environment.train_scorer("digits", env=config.reward.env, data=clips, out=folder, log_path=workdir / "sidecar.log")
+    return folder
+
+
+@contextlib.contextmanager
+def open_rewards(config: ConfigDict, workdir: Path, book: Logbook) -> Iterator[rewards.RewardClient]:
+    """The reward client, with a sidecar launched beside it where the config says so; both end with the block.
+
+    Raises `ConfigError` for what the user has to change: no environment, no torch in it, port taken, wrong token.
+    """
+    reward = config.reward
+    options = {"timeout_s": reward.timeout_s, "retries": reward.retries, "fps": reward.fps}
+    try:
+        with contextlib.ExitStack() as stack:
+            if reward.launch:
+                environment.check_environment(reward.env, reward.scorers)
+                codec = config.codec
+                sidecar = stack.enter_context(
+                    rewards.launch(
+                        env=reward.env,
+                        scorers=reward.scorers,
+                        weights_dir=scorer_weights(config, workdir, book),
+                        codec=f"unshuffle:factor={codec.factor},mean={codec.mean},std={codec.std}",
+                        port=reward.port,
+                        log_path=workdir / "sidecar.log",
+                    )
+                )
+                client = sidecar.client(reward.weights.to_dict(), **options)
+            else:
+                token = os.environ.get(reward.token_env, "")
+                client = rewards.RewardClient(reward.url, token, reward.weights.to_dict(), **options)
+            stack.callback(client.close)
+            client.ping()
+            book.say(f"rewards: the sidecar at {client.url} answers")
+            yield client
+    except rewards.ConfigurationFault as error:
+        raise ConfigError(str(error)) from error
+
+
+def total_reward(scores: rewards.Scores, config: ConfigDict) -> tuple[np.ndarray, np.ndarray]:
+    """(reward (B,) float32, valid (B,)) of a batch; all invalid where nothing came back."""
+    if not scores.scores:
+        return np.full(len(scores.valid), np.nan, np.float32), scores.valid
+    return rewards.total_reward(scores.scores, config.reward.weights.to_dict())

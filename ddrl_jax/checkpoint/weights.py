@@ -1,0 +1,487 @@
+"""Weights in and out: the official and the diffusers form of the Cosmos DiT <-> (graphdef, params).
+
+Both forms are safetensors with torch's (out, in) matrices and every block's tensors by themselves; ours are (in, out) kernels
+with the blocks stacked along a leading axis. Nothing is skipped in silence: one error lists every missing, unexpected and
+misshapen name. Names and shapes: `specs/cosmos.md` section 7.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import re
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, SingleDeviceSharding
+from jax.typing import DTypeLike
+
+from ddrl_jax.models.cosmos_dit import CosmosDiT, CosmosDiTConfig
+from ddrl_jax.parallel.mesh import fsdp_sharding
+
+Layout = Literal["official", "diffusers"]
+Tensors = Mapping[str, np.ndarray]
+
+_DIFFUSERS_CLASS = "CosmosTransformer3DModel"
+_DIFFUSERS_STEM = "diffusion_pytorch_model"
+_PREFIX = {"raw": "net.", "ema": "net_ema."}
+# Entries of an official state dict that are no parameters: training counters, position tables, quantiser state.
+_NO_PARAMETER = re.compile(r"^accum_|^pos_embedder\.|_extra_state$")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weight:
+    """One parameter in all three namings; "{}" is the block's number, and `dims` the torch shape in the letters of `_sizes`."""
+
+    ours: str
+    official: str
+    diffusers: str
+    dims: str
+
+    @property
+    def stacked(self) -> bool:
+        return self.ours.startswith("blocks.")
+
+    def name(self, layout: Layout, block: int = 0) -> str:
+        return (self.official if layout == "official" else self.diffusers).format(block)
+
+    def names(self, layout: Layout, depth: int) -> list[str]:
+        return [self.name(layout, block) for block in range(depth if self.stacked else 1)]
+
+
+def _weights() -> list[_Weight]:
+    table = [
+        _Weight("patch_embed.kernel", "x_embedder.proj.1.weight", "patch_embed.proj.weight", "D I"),
+        _Weight("context_proj.kernel", "crossattn_proj.0.weight", "crossattn_proj.0.weight", "E S"),
+        _Weight("context_proj.bias", "crossattn_proj.0.bias", "crossattn_proj.0.bias", "E"),
+        _Weight("time_in.kernel", "t_embedder.1.linear_1.weight", "time_embed.t_embedder.linear_1.weight", "D D"),
+        _Weight("time_out.kernel", "t_embedder.1.linear_2.weight", "time_embed.t_embedder.linear_2.weight", "3D D"),
+        _Weight("time_norm.scale", "t_embedding_norm.weight", "time_embed.norm.weight", "D"),
+        _Weight("final_mod.down.kernel", "final_layer.adaln_modulation.1.weight", "norm_out.linear_1.weight", "R D"),
+        _Weight("final_mod.up.kernel", "final_layer.adaln_modulation.2.weight", "norm_out.linear_2.weight", "2D R"),
+        _Weight("final.kernel", "final_layer.linear.weight", "proj_out.weight", "O D"),
+    ]
+    block = [
+        ("mlp.up.kernel", "mlp.layer1", "ff.net.0.proj", "M D"),
+        ("mlp.down.kernel", "mlp.layer2", "ff.net.2", "D M"),
+    ]
+    for ours, official, diffusers, context in (("self", "self_attn", "1", "D"), ("cross", "cross_attn", "2", "E")):
+        for p, d_in in (("q", "D"), ("k", context), ("v", context)):
+            block.append((f"{ours}_attn.{p}.kernel", f"{official}.{p}_proj", f"attn{diffusers}.to_{p}", f"D {d_in}"))
+        for p in "qk":
+            block.append((f"{ours}_attn.{p}_norm.scale", f"{official}.{p}_norm", f"attn{diffusers}.norm_{p}", "K"))
+        block.append((f"{ours}_attn.out.kernel", f"{official}.output_proj", f"attn{diffusers}.to_out.0", "D D"))
+    for ours, official, number in (("self", "self_attn", 1), ("cross", "cross_attn", 2), ("mlp", "mlp", 3)):
+        for i, p, dims in ((1, "down", "R D"), (2, "up", "3D R")):
+            block.append(
+                (f"{ours}_mod.{p}.kernel", f"adaln_modulation_{official}.{i}", f"norm{number}.linear_{i}", dims)
+            )
+    for mine, official, diffusers, dims in block:
+        table.append(
+            _Weight(
+                f"blocks.{mine}",
+                f"blocks.{{}}.{official}.weight",
+                f"transformer_blocks.{{}}.{diffusers}.weight",
+                dims,
+            )
+        )
+    return table
+
+
+_WEIGHTS = _weights()
+
+
+def load_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    which: Literal["raw", "ema"] = "raw",
+    mesh: Mesh | None = None,
+    dtype: DTypeLike | None = None,
+    compute_dtype: DTypeLike | None = None,
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """Reads a Cosmos DiT.
+
+    Args:
+      path: an official `.safetensors` file, or a folder with one or with shards and their index; a diffusers folder is one
+        that has a config.json. Sizes come from config.json, or from the tensors' shapes (head width = length of q_norm).
+      which: of an official file, "raw" the `net.*` weights or "ema" the `net_ema.*` ones; the others are left alone.
+      mesh: shard every parameter over its fsdp axis; None: on the default device. Each device reads its own part only.
+      dtype: of the parameters; None is float32, which holds float32 and bfloat16 files exactly.
+      compute_dtype: what the network computes in; None is the parameters' dtype.
+
+    Returns:
+      (graphdef, params): `nnx.merge(graphdef, params)` is a `CosmosDiT`.
+
+    Raises:
+      ValueError: nothing readable there, not a Cosmos DiT, or names or shapes that do not fit (all of them listed).
+    """
+    path = Path(path)
+    if which not in _PREFIX:
+        raise ValueError(f'which={which!r}: must be "raw" or "ema"')
+    tensors = _read(path)
+    layout: Layout = "diffusers" if (path / "config.json").is_file() else "official"
+    if layout == "diffusers":
+        if which == "ema":
+            raise ValueError(f'which="ema": {path} is a diffusers folder, which holds one set of weights; use "raw"')
+        config = _from_diffusers_json(path / "config.json")
+        _check(path, layout, tensors, config.depth, _letters(config))
+    else:
+        tensors = _official_tensors(path, tensors, which)
+        depth, letters = _infer(tensors)
+        _check(path, layout, tensors, depth, letters)
+        config = _from_letters(depth, letters)
+
+    param_dtype = np.dtype("float32" if dtype is None else dtype)
+    config = dataclasses.replace(config, param_dtype=param_dtype.name, dtype=compute_dtype or param_dtype.name)
+    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: CosmosDiT(config, rngs=nnx.Rngs(0))))
+    if mesh is None:
+        device = jax.config.jax_default_device or jax.local_devices()[0]
+        shardings = jax.tree.map(lambda _: SingleDeviceSharding(device), abstract)
+    else:
+        shardings = fsdp_sharding(mesh, abstract)
+    placed = dict(nnx.to_flat_state(shardings))
+    weights = {weight.ours: weight for weight in _WEIGHTS}
+    flat = []
+    for key, leaf in nnx.to_flat_state(abstract):
+        weight = weights[".".join(map(str, key))]
+
+        def piece(index: tuple[slice, ...], weight: _Weight = weight) -> np.ndarray:
+            if not weight.stacked:
+                return tensors[weight.name(layout)].T[index].astype(param_dtype)
+            blocks = range(config.depth)[index[0]]
+            return np.stack([tensors[weight.name(layout, b)].T[index[1:]] for b in blocks]).astype(param_dtype)
+
+        array = jax.make_array_from_callback(leaf.shape, placed[key].get_value(), piece, dtype=param_dtype)
+        flat.append((key, leaf.replace(array)))
+    return graphdef, nnx.from_flat_state(flat)
+
+
+def save_pretrained(
+    path: str | os.PathLike[str],
+    graphdef: nnx.GraphDef,
+    params: Any,
+    *,
+    layout: Layout = "official",
+    dtype: DTypeLike | None = None,
+    max_shard_bytes: int = 10 * 10**9,
+) -> None:
+    """Writes a Cosmos DiT so that `load_pretrained` gives back the same bits.
+
+    Args:
+      path: "official": the `.safetensors` file to write, or a folder to get a `model.safetensors`; names `net.*`.
+        "diffusers": the folder. Folders are made if missing.
+      graphdef: of a `CosmosDiT`.
+      params: its parameters.
+      layout: "official" or "diffusers".
+      dtype: of the tensors written; None: as the parameters are.
+      max_shard_bytes: a diffusers folder with more is split into files of at most this size (one tensor at least), with an index.
+
+    Raises:
+      ValueError: an unknown layout, a model that is not a Cosmos DiT, or a file where a folder is to be.
+    """
+    path = Path(path)
+    model = nnx.merge(graphdef, params)
+    if not isinstance(model, CosmosDiT):
+        raise ValueError(f"graphdef is of a {type(model).__name__}; only a CosmosDiT can be saved")
+    if layout not in ("official", "diffusers"):
+        raise ValueError(f'layout={layout!r}: must be "official" or "diffusers"')
+    file = path if layout == "official" and path.suffix == ".safetensors" else path / "model.safetensors"
+    if file.parent.exists() and not file.parent.is_dir():
+        raise ValueError(f"path={path}: {file.parent} must be a folder; it is a file")
+
+    leaves = {".".join(map(str, key)): leaf[...] for key, leaf in nnx.to_flat_state(nnx.state(model))}
+    tensors = {}
+    for weight in _WEIGHTS:
+        value = np.asarray(leaves[weight.ours])
+        value = value if dtype is None else value.astype(dtype)
+        for block, name in enumerate(weight.names(layout, model.config.depth)):
+            tensors[name] = (value[block] if weight.stacked else value).T
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if layout == "official":
+        _write_safetensors(file, {_PREFIX["raw"] + name: value for name, value in tensors.items()})
+        return
+    shards: list[dict[str, np.ndarray]] = [{}]
+    for name, value in sorted(tensors.items()):
+        if shards[-1] and sum(v.nbytes for v in shards[-1].values()) + value.nbytes > max_shard_bytes:
+            shards.append({})
+        shards[-1][name] = value
+    for stale in path.glob(f"{_DIFFUSERS_STEM}*.safetensors*"):
+        stale.unlink()
+    if len(shards) == 1:
+        _write_safetensors(path / f"{_DIFFUSERS_STEM}.safetensors", shards[0])
+    else:
+        files = [f"{_DIFFUSERS_STEM}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        for file, shard in zip(files, shards, strict=True):
+            _write_safetensors(path / file, shard)
+        index = {
+            "metadata": {"total_size": sum(value.nbytes for value in tensors.values())},
+            "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
+        }
+        _write(path / f"{_DIFFUSERS_STEM}.safetensors.index.json", json.dumps(index, indent=2).encode())
+    _write(path / "config.json", json.dumps(_diffusers_json(model.config), indent=2).encode())
+
+
+# ---- names and sizes ------------------------------------------------------------------------------------------------
+#
+# The letters of `_Weight.dims`: D width, K head width, M hidden width of the MLP, R rank of the modulation, S width of the
+# text features, E the width they are projected to, I and O what a patch holds going in (two mask channels more) and out.
+
+
+def _letters(config: CosmosDiTConfig) -> dict[str, int]:
+    cells = int(np.prod(config.patch))
+    return {
+        "D": config.width,
+        "K": config.head_width,
+        "M": int(config.width * config.mlp_ratio),
+        "R": config.adaln_rank,
+        "S": config.context_in,
+        "E": config.context_dim,
+        "I": (config.in_channels + 2) * cells,
+        "O": config.in_channels * cells,
+    }
+
+
+def _from_letters(depth: int, letters: Mapping[str, int]) -> CosmosDiTConfig:
+    """The sizes of an official checkpoint; what its shapes do not show is the same for all of them (patch, grid, RoPE)."""
+    patch = CosmosDiTConfig.patch
+    cells = int(np.prod(patch))
+    if letters["O"] % cells or letters["I"] - letters["O"] != 2 * cells or letters["D"] % letters["K"]:
+        raise ValueError(
+            f"not a Cosmos DiT: a patch takes {letters['I']} and gives {letters['O']} numbers (must be {cells}(C+2) and "
+            f"{cells}C), heads of {letters['K']} in a width of {letters['D']}"
+        )
+    return CosmosDiTConfig(
+        in_channels=letters["O"] // cells,
+        width=letters["D"],
+        depth=depth,
+        heads=letters["D"] // letters["K"],
+        mlp_ratio=letters["M"] / letters["D"],
+        adaln_rank=letters["R"],
+        context_in=letters["S"],
+        context_dim=letters["E"],
+    )
+
+
+def _infer(tensors: Tensors) -> tuple[int, dict[str, int]]:
+    """Depth and sizes of official tensors: for every letter what most tensors say, so that one bad shape is found out."""
+    numbers = [int(match[1]) for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))]
+    depth = max(numbers, default=0) + 1
+    votes: dict[str, collections.Counter[int]] = collections.defaultdict(collections.Counter)
+    for weight in _WEIGHTS:
+        for name in weight.names("official", depth):
+            shape, dims = tensors[name].shape if name in tensors else (), weight.dims.split()
+            if len(shape) == len(dims):
+                for size, dim in zip(shape, dims, strict=True):
+                    votes[dim[-1]][size // int(dim[:-1] or 1)] += 1
+    return depth, {letter: counter.most_common(1)[0][0] for letter, counter in votes.items()}
+
+
+def _check(path: Path, layout: Layout, tensors: Tensors, depth: int, letters: Mapping[str, int]) -> None:
+    """Raises one ValueError with every name that is missing, unexpected or misshapen."""
+    known, missing, misshapen = set(), [], []
+    for weight in _WEIGHTS:
+        # A letter without a size: every tensor that has it is missing or of the wrong rank.
+        want = tuple(int(dim[:-1] or 1) * letters.get(dim[-1], -1) for dim in weight.dims.split())
+        for name in weight.names(layout, depth):
+            known.add(name)
+            if name not in tensors:
+                missing.append(name)
+            elif tensors[name].shape != want:
+                misshapen.append(f"{name} is {tensors[name].shape}, not {want}")
+    parts = (
+        ("missing", missing),
+        ("unexpected", sorted(set(tensors) - known)),
+        ("misshapen", misshapen),
+    )
+    if any(names for _, names in parts):
+        raise ValueError(
+            f"{path} does not fit a Cosmos DiT in the {layout} form: "
+            + "; ".join(f"{len(names)} {word}: {', '.join(names)}" for word, names in parts if names)
+        )
+
+
+def _official_tensors(path: Path, tensors: Tensors, which: str) -> dict[str, np.ndarray]:
+    """The chosen set without its prefix and without what is no parameter; foreign names stay, to be reported."""
+    prefix = _PREFIX[which]
+    others = tuple(p for p in _PREFIX.values() if p != prefix)
+    chosen = {}
+    for name, tensor in tensors.items():
+        short = name.removeprefix(prefix)
+        if not name.startswith(others) and not _NO_PARAMETER.search(short):
+            chosen[short] = tensor
+    if not any(name.startswith(prefix) for name in tensors):
+        found = [key for key, p in _PREFIX.items() if any(name.startswith(p) for name in tensors)]
+        hint = f'it has which="{found[0]}"' if found else "it is no official Cosmos checkpoint"
+        raise ValueError(f'which="{which}": {path} has no names {prefix}*; {hint}')
+    return chosen
+
+
+# ---- the diffusers config ---------------------------------------------------------------------------------------------
+
+
+def _diffusers_json(config: CosmosDiTConfig) -> dict[str, Any]:
+    return {
+        "_class_name": _DIFFUSERS_CLASS,
+        "_diffusers_version": "0.42.1",
+        "adaln_lora_dim": config.adaln_rank,
+        "attention_head_dim": config.head_width,
+        "concat_padding_mask": True,
+        "controlnet_block_every_n": None,
+        "crossattn_proj_in_channels": config.context_in,
+        "encoder_hidden_states_channels": config.context_dim,
+        "extra_pos_embed_type": None,
+        "img_context_dim_in": None,
+        "in_channels": config.in_channels + 1,
+        "max_size": [n * p for n, p in zip(config.max_grid, config.patch, strict=True)],
+        "mlp_ratio": config.mlp_ratio,
+        "num_attention_heads": config.heads,
+        "num_layers": config.depth,
+        "out_channels": config.in_channels,
+        "patch_size": list(config.patch),
+        "rope_scale": list(config.rope_ratios),
+        "text_embed_dim": config.context_dim,
+        "use_crossattn_projection": True,
+    }
+
+
+def _from_diffusers_json(file: Path) -> CosmosDiTConfig:
+    try:
+        given = json.loads(file.read_text())
+        kind = given.get("_class_name")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{file} is not a JSON object: {error}") from error
+    if kind != _DIFFUSERS_CLASS:
+        raise ValueError(f"{file}: _class_name is {kind!r}; only {_DIFFUSERS_CLASS} can be loaded")
+    ours = _diffusers_json(CosmosDiTConfig())
+    optional = {"_class_name", "_diffusers_version", "controlnet_block_every_n", "img_context_dim_in"}
+    if absent := sorted(set(ours) - optional - set(given)):
+        raise ValueError(f"{file} has no {', '.join(absent)}")
+    for field in ("concat_padding_mask", "use_crossattn_projection", "extra_pos_embed_type", *sorted(optional)[2:]):
+        if (given.get(field) or None) != (ours[field] or None):
+            raise ValueError(f"{file}: {field} is {given[field]!r}; a Cosmos-Predict2.5 DiT has {ours[field]!r}")
+    if given["in_channels"] != given["out_channels"] + 1:
+        raise ValueError(
+            f"{file}: in_channels is {given['in_channels']}; out_channels and one for the condition mask make "
+            f"{given['out_channels'] + 1}"
+        )
+    try:
+        patch = tuple(given["patch_size"])
+        return CosmosDiTConfig(
+            in_channels=given["out_channels"],
+            width=given["num_attention_heads"] * given["attention_head_dim"],
+            depth=given["num_layers"],
+            heads=given["num_attention_heads"],
+            mlp_ratio=given["mlp_ratio"],
+            adaln_rank=given["adaln_lora_dim"],
+            context_in=given["crossattn_proj_in_channels"],
+            context_dim=given["encoder_hidden_states_channels"],
+            patch=patch,
+            max_grid=tuple(n // p for n, p in zip(given["max_size"], patch, strict=True)),
+            rope_ratios=tuple(given["rope_scale"]),
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+# ---- safetensors ------------------------------------------------------------------------------------------------------
+#
+# Read and written here, not with the package: it has no numpy bfloat16, and a 14B file must be mapped, not loaded.
+
+_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    """All tensors of a file, of a folder with one, or of a folder with shards and their index; mapped, not loaded."""
+    if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
+        raise ValueError(f"{path} is a torch pickle, which is not read yet; convert it to .safetensors first")
+    if path.is_file():
+        return _map_safetensors(path)
+    if not path.is_dir():
+        raise ValueError(f"{path} does not exist; a .safetensors file or a folder with one is needed")
+    indices, files = sorted(path.glob("*.safetensors.index.json")), sorted(path.glob("*.safetensors"))
+    if len(indices) == 1:
+        try:
+            names = json.loads(indices[0].read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{indices[0]} is not an index of safetensors shards: no weight_map") from error
+        files = [path / file for file in sorted(set(names.values()))]
+        if absent := [file.name for file in files if not file.is_file()]:
+            raise ValueError(f"{indices[0]} names files that are not there: {', '.join(absent)}")
+        tensors = {name: tensor for file in files for name, tensor in _map_safetensors(file).items()}
+        if absent := sorted(set(names) - set(tensors)):
+            raise ValueError(f"{indices[0]} names tensors that its files do not hold: {', '.join(absent)}")
+        return tensors
+    if len(indices) > 1 or len(files) != 1:
+        raise ValueError(
+            f"{path} holds {len(files)} .safetensors files and {len(indices)} indices; one file, or one index, is needed"
+        )
+    return _map_safetensors(files[0])
+
+
+def _map_safetensors(file: Path) -> dict[str, np.ndarray]:
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > size - 8:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        data = np.memmap(file, np.uint8, "r", offset=8 + length) if size > 8 + length else np.empty(0, np.uint8)
+        tensors = {}
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            if end > data.size:
+                raise ValueError(f"{name} ends behind the end of the file")
+            tensors[name] = data[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        return tensors
+    except (struct.error, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
+
+
+def _write_safetensors(file: Path, tensors: Tensors) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # diffusers and transformers ask for this entry
+    offset = 0
+    for name, tensor in tensors.items():
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    _write(file, struct.pack("<Q", len(text)), text, *tensors.values())
+
+
+def _write(file: Path, *parts: bytes | np.ndarray) -> None:
+    """Whole or not at all: written beside `file`, then renamed."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as stream:
+            for part in parts:
+                stream.write(part if isinstance(part, bytes) else np.ascontiguousarray(part).tobytes())
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,383 @@
+"""The config schema: every field with its default, what it may be, and one-line errors.
+
+A config file is a Python function `get_config()` that starts from `default()` and changes fields; fields are typed and
+locked, so a misspelt one is an error. `None` in `process` and `objective` means "the value of the named process or
+preset". This module knows ml_collections and nothing else of the package; nothing left of `state` may know it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import runpy
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict, config_dict
+
+# What may change between the first start of a run and a later one in the same workdir (DESIGN, failure rules).
+MAY_DIFFER = ("train.steps", "mesh", "log", "checkpoint", "monitor", "reward.url")
+
+PROCESS_FIELDS = {
+    "edm_churn": (
+        "sigma_min sigma_max rho solver s_churn s_noise s_t_min s_t_max "
+        "train_mean train_std train_multiplier high_sigma_ratio"
+    ).split(),
+    "flow_sde": ["noise_level", "shift"],
+    "dance_sde": ["eta", "shift"],
+}
+OBJECTIVES = ("ddrl", "dance_grpo", "flow_grpo", "sft")
+
+
+class ConfigError(ValueError):
+    """Bad input of a user: one line that names the field, the value and what would be right; exit status 2."""
+
+
+def _optional(kind: type) -> Any:
+    """A typed field that may be None."""
+    return config_dict.placeholder(kind)
+
+
+def default() -> ConfigDict:
+    """Every field there is. Sizes are those of a laptop; recipes in `configs/` change them."""
+    config = ConfigDict(
+        {
+            "seed": 0,
+            "data": {
+                "name": "digits",  # the built-in moving handwritten digits
+                "path": "",  # a folder of clips written by --mode=prepare; "" renders them
+                "frames": 4,
+                "size": 12,  # pixels, both edges
+            },
+            "codec": {"name": "unshuffle", "factor": 2, "mean": 0.0, "std": 1.0},
+            "text": {"length": 10, "dim": 64},  # the frozen word table: words a caption, width of a word
+            "model": {
+                "width": 128,
+                "depth": 3,
+                "heads": 4,
+                "mlp_ratio": 4.0,
+                "adaln_rank": 32,
+                "context_dim": 128,
+                "dtype": "float32",  # of the compute; parameters are always float32
+                "remat": "none",  # none | full
+            },
+            "process": {
+                "name": "edm_churn",
+                **{name: _optional(float) for name in PROCESS_FIELDS["edm_churn"] if name != "solver"},
+                "solver": _optional(str),
+                "noise_level": _optional(float),
+                "shift": _optional(float),
+                "eta": _optional(float),
+            },
+            "rollout": {
+                "conditions": 8,  # conditions (prompts) an iteration
+                "group_size": 8,  # rollouts a condition
+                "num_steps": 20,
+                "trained_steps": tuple(range(0, 19, 2)),  # every other step (paper, practice section)
+            },
+            "objective": {
+                "name": "ddrl",
+                "data_beta": _optional(float),
+                "kl_beta": _optional(float),
+                "clip_range": _optional(float),
+                "log_ratio": _optional(str),
+                "kl": _optional(str),
+                "reward_transform": _optional(str),
+                "adv_clip": _optional(float),
+                "loss_scale": _optional(float),
+                "data_draws": _optional(int),
+                "data_levels": _optional(str),
+                "cond_dropout": _optional(float),
+            },
+            "advantage": {"std": "group", "ddof": 1, "eps": 1e-4, "reward_clip": 5.0},
+            "pretrain": {
+                "steps": 0,
+                "batch_size": 64,
+                "learning_rate": 1e-3,
+                "warmup_steps": 100,
+                "weight_decay": 0.0,
+                "grad_clip": 1.0,
+                "ema_rate": 0.1,
+                "cond_dropout": 0.1,
+                "from_run": "",  # workdir of a run whose pre-trained weights to start from, instead of pre-training
+            },
+            "train": {
+                "steps": 100,  # RL iterations
+                "micro_batch": 32,  # rollouts a gradient evaluation
+                "updates_per_rollout": 1,
+                "learning_rate": 1e-5,
+                "warmup_steps": 50,  # multiplier from 1e-6 to 1, then constant
+                "b1": 0.9,
+                "b2": 0.99,
+                "eps": 1e-8,
+                "weight_decay": 1e-4,
+                "grad_clip": 1.0,
+                "ema_rate": 0.1,  # relative width of the power-function EMA; 0 turns it off
+                "max_skipped_in_a_row": 10,  # steps with a non-finite loss, gradient or update, before the run stops
+            },
+            "reward": {
+                "launch": True,  # start a sidecar beside the trainer; False: use `url`
+                "url": "",
+                "token_env": "DDRL_SIDECAR_TOKEN",  # the environment variable that holds the bearer token
+                "env": "",  # the sidecar's virtual environment; "" is the cache folder; "this" is the trainer's own interpreter
+                "scorers": ("digits",),  # names, or FILE.py:Class
+                "weights": ConfigDict(
+                    {
+                        "digits/text_alignment": 1.0,
+                        "digits/visual_quality": 1.0,
+                        "digits/motion_quality": 1.0,
+                    }
+                ),
+                "port": 0,  # of a launched sidecar; 0 takes a free one
+                "timeout_s": 60.0,
+                "retries": 3,
+                "min_valid_rate": 0.5,  # stop when the valid rate stays under this ...
+                "min_valid_window": 5,  # ... for so many iterations
+                "fps": 8.0,
+            },
+            "eval": {
+                "every": 25,  # iterations between evaluations during training
+                "clips": 1024,  # before and after
+                "clips_during": 128,
+                "num_steps": 20,
+                "guidance": 0.0,  # cond + guidance * (cond - null)
+                "ema": True,  # evaluate the EMA (raw weights wobble from one evaluation to the next)
+                "heldout_clips": 512,
+                "chunk": 128,  # clips a compiled call
+                "judge_steps": 800,
+                "seed": 1234,
+            },
+            "checkpoint": {"every": 50, "keep": 2, "pretrain_every": 500},
+            "log": {"every": 1, "tensorboard": True, "wandb": ""},  # wandb: a project's name, "" off
+            "monitor": {"heldout_loss_limit": 0.10},
+            "mesh": {"replica": 1, "fsdp": -1, "context": 1},  # -1: all remaining devices
+        }
+    )
+    return config
+
+
+def _require(ok: bool, field: str, value: Any, right: str) -> None:
+    if not ok:
+        raise ConfigError(f"config.{field}={value!r}: {right}")
+
+
+def validate(config: ConfigDict) -> None:
+    """Checks what the types cannot say. Raises `ConfigError` with one line."""
+
+    def at_least(low: float, *fields: str) -> None:
+        for field in fields:
+            value = get(config, field)
+            _require(value >= low and math.isfinite(value), field, value, f"must be at least {low:g}")
+
+    at_least(1, "data.frames", "text.length", "text.dim", "model.width", "model.depth", "model.heads")
+    at_least(1, "rollout.conditions", "rollout.num_steps", "train.micro_batch", "train.updates_per_rollout")
+    at_least(1, "pretrain.batch_size", "eval.every", "eval.chunk", "eval.num_steps", "checkpoint.every", "checkpoint.pretrain_every")
+    at_least(1, "checkpoint.keep", "log.every", "train.max_skipped_in_a_row", "reward.min_valid_window")
+    at_least(0, "train.steps", "pretrain.steps", "train.learning_rate", "pretrain.learning_rate")
+    at_least(0, "train.warmup_steps", "pretrain.warmup_steps", "train.ema_rate", "pretrain.ema_rate")
+    at_least(0, "reward.retries", "reward.port", "eval.judge_steps", "seed", "eval.seed")
+    at_least(2, "rollout.group_size", "eval.clips", "eval.clips_during", "eval.heldout_clips")
+    _require(config.reward.timeout_s > 0, "reward.timeout_s", config.reward.timeout_s, "must be above 0 seconds")
+    for field in ("train.grad_clip", "pretrain.grad_clip"):
+        _require(get(config, field) > 0, field, get(config, field), "must be above 0")
+
+    _require(config.data.name == "digits", "data.name", config.data.name, "must be 'digits'")
+    _require(config.codec.name == "unshuffle", "codec.name", config.codec.name, "must be 'unshuffle'")
+    _require(config.codec.std > 0, "codec.std", config.codec.std, "must be above 0")
+    _require(
+        config.codec.factor >= 1 and config.data.size % (2 * config.codec.factor) == 0,
+        "data.size",
+        config.data.size,
+        f"must be a multiple of 2 * codec.factor = {2 * config.codec.factor} (a patch is 2x2 latents)",
+    )
+    _require(
+        config.model.width % config.model.heads == 0,
+        "model.heads",
+        config.model.heads,
+        f"must divide model.width={config.model.width}",
+    )
+    _require(
+        config.model.dtype in ("float32", "bfloat16"), "model.dtype", config.model.dtype, "must be float32 or bfloat16"
+    )
+    _require(config.model.remat in ("none", "full"), "model.remat", config.model.remat, "must be none or full")
+
+    _validate_process(config)
+    _validate_rollout(config)
+
+    _require(
+        config.objective.name in OBJECTIVES,
+        "objective.name",
+        config.objective.name,
+        "must be one of " + ", ".join(OBJECTIVES),
+    )
+    _require(
+        config.objective.clip_range is None or config.objective.clip_range > 0,
+        "objective.clip_range",
+        config.objective.clip_range,
+        "must be above 0 (at 0 the tie halves the gradient)",
+    )
+    _require(
+        config.advantage.std in ("group", "batch"), "advantage.std", config.advantage.std, "must be group or batch"
+    )
+    _require(config.advantage.ddof in (0, 1), "advantage.ddof", config.advantage.ddof, "must be 0 or 1")
+    _require(
+        0 <= config.reward.min_valid_rate <= 1,
+        "reward.min_valid_rate",
+        config.reward.min_valid_rate,
+        "must be between 0 and 1",
+    )
+    _require(len(config.reward.scorers) > 0, "reward.scorers", (), "must name at least one scorer, such as 'digits'")
+    _require(len(config.reward.weights) > 0, "reward.weights", {}, "must name at least one sub-score")
+    _require(
+        config.reward.launch or bool(config.reward.url),
+        "reward.url",
+        config.reward.url,
+        "must be the sidecar's address when reward.launch is False",
+    )
+    for axis in ("replica", "fsdp", "context"):
+        value = config.mesh[axis]
+        _require(value >= 1 or value == -1, f"mesh.{axis}", value, "must be at least 1, or -1 for the remaining devices")
+
+
+def _validate_process(config: ConfigDict) -> None:
+    process = config.process
+    _require(
+        process.name in PROCESS_FIELDS, "process.name", process.name, "must be one of " + ", ".join(PROCESS_FIELDS)
+    )
+    for field, value in process.items():
+        _require(
+            field == "name" or value is None or field in PROCESS_FIELDS[process.name],
+            f"process.{field}",
+            value,
+            f"is not a field of {process.name}, whose fields are {', '.join(PROCESS_FIELDS[process.name])}",
+        )
+    if process.name == "edm_churn":
+        low, high = process.sigma_min or 0.01, process.sigma_max or 200.0
+        _require(
+            0 < low < high,
+            "process.sigma_min",
+            process.sigma_min,
+            f"must be above 0 and below process.sigma_max={high:g}",
+        )
+        _require(
+            process.solver in (None, "2ab", "1euler", "2mid"),
+            "process.solver",
+            process.solver,
+            "must be 2ab, 1euler or 2mid",
+        )
+
+
+def _validate_rollout(config: ConfigDict) -> None:
+    rollout, train = config.rollout, config.train
+    batch = rollout.conditions * rollout.group_size
+    last = rollout.num_steps - (2 if config.process.name == "edm_churn" else 1)
+    steps = tuple(rollout.trained_steps)
+    why = "; the last step of edm_churn has no noise after it" if config.process.name == "edm_churn" else ""
+    for step in steps:
+        _require(
+            isinstance(step, int) and 0 <= step <= last,
+            "rollout.trained_steps",
+            steps,
+            f"{step} is outside the schedule: with rollout.num_steps={rollout.num_steps} "
+            f"steps 0 to {last} can be trained{why}",
+        )
+    _require(
+        len(steps) > 0 and len(set(steps)) == len(steps), "rollout.trained_steps", steps, "must be distinct, at least one"
+    )
+    _require(
+        batch % train.micro_batch == 0,
+        "train.micro_batch",
+        train.micro_batch,
+        f"must divide rollout.conditions * rollout.group_size = {batch}",
+    )
+    _require(
+        train.micro_batch % rollout.group_size == 0,
+        "rollout.group_size",
+        rollout.group_size,
+        f"must divide train.micro_batch={train.micro_batch} (a group is never split over micro-batches)",
+    )
+    _require(
+        batch % (train.micro_batch * train.updates_per_rollout) == 0,
+        "train.updates_per_rollout",
+        train.updates_per_rollout,
+        f"updates times train.micro_batch={train.micro_batch} must divide the {batch} rollouts of an iteration",
+    )
+
+
+def get(config: ConfigDict, field: str) -> Any:
+    """`config["a"]["b"]` for "a.b"; a field whose name holds a dot is not reached this way."""
+    value: Any = config
+    for part in field.split("."):
+        value = value[part]
+    return value
+
+
+def flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        flat |= flatten(value, name + ".") if isinstance(value, dict) and value else {name: value}
+    return flat
+
+
+def to_json(config: ConfigDict) -> str:
+    return json.dumps(config.to_dict(), indent=2, sort_keys=True) + "\n"
+
+
+def differences(config: ConfigDict, saved: dict) -> list[tuple[str, Any, Any]]:
+    """(field, saved value, value now) of every field that differs; tuples and lists are equal, as in JSON."""
+    now, then = flatten(json.loads(to_json(config))), flatten(saved)
+    return [(f, then.get(f), now.get(f)) for f in sorted(now | then) if now.get(f) != then.get(f)]
+
+
+def check_same_run(config: ConfigDict, workdir: Path) -> list[str]:
+    """Lines that say what differs from the config saved in `workdir`, or ConfigError where it may not."""
+    path = workdir / "config.json"
+    if not path.exists():
+        return []
+    try:
+        saved = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"workdir={str(workdir)!r}: {path.name} is not readable JSON ({error}); take a new workdir") from None
+    lines = []
+    for field, then, now in differences(config, saved):
+        if not any(field == free or field.startswith(free + ".") for free in MAY_DIFFER):
+            raise ConfigError(
+                f"config.{field}={now!r}: workdir={str(workdir)!r} holds a run with {then!r}; "
+                "take that value, or another --workdir"
+            )
+        lines.append(f"config.{field}: {then!r} when the run was started, {now!r} now")
+    return lines
+
+
+def unknown_field(arguments: list[str], known: ConfigDict) -> str | None:
+    """The message for the first `--config.x=` whose field does not exist, or None."""
+    fields = flatten(known.to_dict())
+    names = set(fields) | {f.rsplit(".", n)[0] for f in fields for n in range(1, f.count(".") + 1)}
+    for argument in arguments:
+        if argument.startswith("--config."):
+            name, _, value = argument.removeprefix("--config.").partition("=")
+            if name not in names:
+                close = difflib.get_close_matches(name, fields, n=1, cutoff=0.4)
+                hint = f"; did you mean config.{close[0]}?" if close else ""
+                return f"config.{name}={value!r}: there is no such field{hint}"
+    return None
+
+
+def locate(argument: str) -> str:
+    """`--config=configs/x.py` -> the shipped file where the current folder has none; anything else as it is."""
+    name = argument.removeprefix("--config=")
+    if name == argument or Path(name).is_file() or not name.startswith("configs/"):
+        return argument
+    package = Path(__file__).parent
+    # In a wheel configs/ lies inside the package, in a checkout beside it.
+    found = [p for p in (package / name, package.parent / name) if p.is_file()]
+    return f"--config={found[0]}" if found else argument
+
+
+def load(file: str) -> ConfigDict:
+    """The config that a file's get_config() returns."""
+    scope = runpy.run_path(file)
+    return scope["get_config"]()

@@ -1,0 +1,143 @@
+"""Batches of clips and of prompts, with Grain: batch n is a pure function of (seed, n).
+
+Every data set here is a `grain.MapDataset` without end: `dataset[n]` is this process's part of global batch n.
+Nothing but n is needed to resume, and the global batch does not depend on how many processes read it: process p
+of P holds rows p*B/P .. (p+1)*B/P - 1, the layout that `jax.make_array_from_process_local_data` expects of a
+leading axis sharded over processes. `dataset[n:].to_iter_dataset()` reads ahead in threads.
+
+Must not know about models or training.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import grain
+import numpy as np
+
+from ddrl_jax.data import digits
+
+_PROMPT_SEED = 90
+
+
+class ClipSource(Protocol):
+    """Random access to clips: `digits.DigitClips`, `digits.StoredClips`, or a user's own.
+
+    `batch` returns a dict of arrays with a leading axis of len(indices), among them video float32
+    (N,C,T,H,W) in [-1,1], and caption, a list of N strings.
+    """
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, Any]: ...
+
+
+def _check_split(name: str, batch_size: int, process_index: int, process_count: int) -> None:
+    if batch_size < 1:
+        raise ValueError(f"{name} = {batch_size}: must be at least 1")
+    if process_count < 1 or batch_size % process_count:
+        raise ValueError(f"{name} = {batch_size}: must be a multiple of the process count {process_count}")
+    if not 0 <= process_index < process_count:
+        raise ValueError(f"process_index = {process_index}: must be in 0 .. {process_count - 1}")
+
+
+def _index_batches(length: int, batch_size: int, seed: int, process_index: int, process_count: int) -> grain.MapDataset:
+    """This process's indices of each global batch: int64 (batch_size/process_count,).
+
+    A fresh shuffle each pass. Passes follow each other without a seam, so no index is dropped at the end of one.
+    """
+    local = batch_size // process_count
+    rows = slice(process_index * local, (process_index + 1) * local)
+    # The global batch is formed before it is cut, so that it does not depend on the process count.
+    return (
+        grain.MapDataset.range(length)
+        .shuffle(seed=seed)
+        .repeat()
+        .batch(batch_size, batch_fn=lambda indices: np.asarray(indices[rows], np.int64))
+    )
+
+
+def clip_batches(
+    source: ClipSource, batch_size: int, seed: int, process_index: int = 0, process_count: int = 1
+) -> grain.MapDataset:
+    """Shuffled batches of clips without end.
+
+    Args:
+      source: the clips.
+      batch_size: rows of the global batch; a multiple of process_count.
+      seed: of the order, in 0 .. 2**32 - 1; the clips have their own seed.
+      process_index, process_count: which rows of the global batch to return.
+
+    Returns:
+      A MapDataset; element n is `source.batch` of this process's part of batch n.
+
+    Raises:
+      ValueError: batch_size, process_index or process_count do not fit, or the source is empty.
+    """
+    _check_split("batch_size", batch_size, process_index, process_count)
+    if len(source) == 0:
+        raise ValueError("source has 0 clips: at least 1 is needed")
+    return _index_batches(len(source), batch_size, seed, process_index, process_count).map(source.batch)
+
+
+def prompt_batches(
+    prompts_per_batch: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    prompts: Sequence[tuple[int, int, str]] | None = None,
+) -> grain.MapDataset:
+    """Shuffled batches of prompts for rollouts, without end; every prompt once a pass.
+
+    Args:
+      prompts_per_batch: prompts of the global batch (each becomes a group); a multiple of process_count.
+      seed, process_index, process_count: as in `clip_batches`.
+      prompts: (digit, direction, caption) each; default all 90.
+
+    Returns:
+      A MapDataset of dicts: digit, direction int32 (P,); caption, a list of P.
+
+    Raises:
+      ValueError: as in `clip_batches`.
+    """
+    _check_split("prompts_per_batch", prompts_per_batch, process_index, process_count)
+    table = digits.all_prompts() if prompts is None else list(prompts)
+    if not table:
+        raise ValueError("prompts is empty: at least 1 is needed")
+
+    def look_up(indices: np.ndarray) -> dict[str, Any]:
+        return _columns([table[i] for i in indices.tolist()])
+
+    indices = _index_batches(len(table), prompts_per_batch, seed, process_index, process_count)
+    return indices.map(look_up)
+
+
+def _columns(rows: Sequence[tuple[int, int, str]]) -> dict[str, Any]:
+    digit, direction, text = zip(*rows, strict=True)
+    return {
+        "digit": np.array(digit, np.int32),
+        "direction": np.array(direction, np.int32),
+        "caption": list(text),
+    }
+
+
+def evaluation_prompts(count: int) -> dict[str, Any]:
+    """A fixed list of prompts for evaluations before and after: digit, direction int32 (count,), caption list.
+
+    All 90 in one fixed mixed order, again and again: any prefix is as balanced as can be, and a longer list
+    begins with the shorter one.
+    """
+    if count < 1:
+        raise ValueError(f"count = {count}: must be at least 1")
+    table = digits.all_prompts()
+    order = np.random.Generator(np.random.PCG64(_PROMPT_SEED)).permutation(len(table))
+    return _columns([table[i] for i in itertools.islice(itertools.cycle(order.tolist()), count)])
+
+
+def heldout_clips(count: int, frames: int = 4, size: int = 12) -> dict[str, Any]:
+    """The first `count` held-out clips, the same in every run: what held-out losses and judges are measured on."""
+    if count < 1:
+        raise ValueError(f"count = {count}: must be at least 1")
+    return digits.DigitClips("heldout", frames=frames, size=size).batch(np.arange(count))

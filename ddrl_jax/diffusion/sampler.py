@@ -1,0 +1,261 @@
+"""The sampler: one scan over solver steps, K of which are recorded for the policy gradient.
+
+Rollout and replay share `step_mean`, so that at the first update mean and mean_old differ by rounding only.
+Dims: B batch, S the sample's shape, n solver steps, K recorded steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ddrl_jax.diffusion.guidance import Denoiser
+from ddrl_jax.diffusion.process import Process
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "x",
+        "x_next",
+        "mean_old",
+        "sigma",
+        "sigma_next",
+        "std",
+        "prev_x0",
+        "prev_sigma",
+        "step",
+        "init_noise",
+    ],
+    meta_fields=["num_steps"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """K recorded steps of a rollout (a pytree).
+
+    Attributes:
+      x: (K,B,*S), what the denoiser saw (EDMChurn: after noising).
+      x_next: (K,B,*S), the next step's x, after its noising.
+      mean_old: (K,B,*S), the rollout's policy mean, or None: the current mean stands in for it.
+      sigma: (K,), the level of x.
+      sigma_next: (K,), the un-noised next level.
+      std: (K,), the std of x_next; a slot with std 0 has weight 0.
+      prev_x0: (K,B,*S), the previous step's x0 (0 for the first step), or None where the solver keeps no history.
+      prev_sigma: (K,), the previous step's level (inf for the first step), or None likewise.
+      step: (K,) int, the recorded steps.
+      init_noise: (B,*S), the unit start noise, or None.
+      num_steps: n of the run (static).
+    """
+
+    x: chex.Array
+    x_next: chex.Array
+    mean_old: chex.Array | None = None
+    sigma: chex.Array
+    sigma_next: chex.Array
+    std: chex.Array
+    prev_x0: chex.Array | None = None
+    prev_sigma: chex.Array | None = None
+    step: chex.Array
+    init_noise: chex.Array | None = None
+    num_steps: int
+
+    def take_steps(self, index: Any) -> Trajectory:
+        """The trajectory of some recorded steps: index any slice or integer array over K."""
+        steps = dataclasses.replace(self, init_noise=None)
+        steps = jax.tree.map(lambda a: a[index], steps)
+        return dataclasses.replace(steps, init_noise=self.init_noise)
+
+    def take_rows(self, index: Any) -> Trajectory:
+        """The trajectory of some rollouts: index any slice or integer array over B."""
+
+        def rows(a: chex.Array | None) -> chex.Array | None:
+            return None if a is None else a[:, index]
+
+        return dataclasses.replace(
+            self,
+            x=self.x[:, index],
+            x_next=self.x_next[:, index],
+            mean_old=rows(self.mean_old),
+            prev_x0=rows(self.prev_x0),
+            init_noise=None if self.init_noise is None else self.init_noise[index],
+        )
+
+
+def step_mean(
+    params: Any,
+    x: chex.Array,
+    sigma: chex.Array,
+    sigma_next: chex.Array,
+    prev_x0: chex.Array | None,
+    prev_sigma: chex.Array | None,
+    cond: Any,
+    *,
+    denoise: Denoiser,
+    process: Process,
+    num_steps: int,
+) -> tuple[chex.Array, chex.Array]:
+    """One policy step at scalar levels: (mean, x0), both (B,*S) in x's dtype."""
+
+    def x0_fn(x: chex.Array, sigma_B: chex.Array) -> chex.Array:
+        return jnp.asarray(denoise(params, x, sigma_B, cond), x.dtype)
+
+    x0 = x0_fn(x, jnp.broadcast_to(sigma, x.shape[:1]))
+    mean, _ = process.mean_std(x, sigma, sigma_next, x0, prev_x0, prev_sigma, num_steps=num_steps, x0_fn=x0_fn)
+    return mean.astype(x.dtype), x0
+
+
+def sample(
+    params: Any,
+    rng: chex.PRNGKey | None,
+    cond: Any,
+    *,
+    denoise: Denoiser,
+    process: Process,
+    shape: Sequence[int],
+    num_steps: int,
+    record: Sequence[int] | chex.Array | None = None,
+    noise: tuple[chex.Array, chex.Array] | None = None,
+    keep_mean: bool = False,
+    dtype: Any = None,
+) -> tuple[chex.Array, Trajectory]:
+    """Draws samples from the policy and records some of its steps.
+
+    Each step is x_{i+1} ~ N(mean_theta(x_i), std_i^2) with the process's kernel;
+    memory is K recorded steps, whatever the number of steps.
+
+    Args:
+      params: parameters of the denoiser.
+      rng: key; None when every draw is given by `noise`.
+      cond: condition, handed on as given.
+      denoise: (params, x (B,*S), sigma (B,), cond) -> x0.
+      process: EDMChurn, FlowSDE or DanceSDE.
+      shape: (B,*S).
+      num_steps: n, solver steps.
+      record: the recorded steps, a tuple or a (K,) int array, which may be traced: K is static and another subset
+        compiles nothing. Default: the stochastic ones of range(0, n-1, 2); () for none.
+      noise: (x_init_unit (B,*S), churn (n,B,*S)) replaces the draws. EDMChurn noises step i by churn[i] before its
+        evaluation; the flows noise step i by churn[i] after it.
+      keep_mean: record mean_old.
+      dtype: of the latents; None is the noise's, else float32. Levels are float32 at least.
+
+    Returns:
+      x0 (B,*S) and the trajectory. A traced record's slot outside the schedule, or whose next state is deterministic,
+      has std 0 and weight 0.
+
+    Raises:
+      ValueError: a concrete record holds a step outside the schedule or one whose next state is deterministic; neither
+        rng nor noise.
+    """
+    shape = tuple(shape)
+    levels = process.levels(num_steps)
+    seen, stds = process.seen_levels(num_steps), process.step_stds(num_steps)
+    record_K = _resolve_record(record, stds)
+    num_records = record_K.shape[0]
+
+    # Start noise and churn: given, or drawn step by step inside the scan.
+    if noise is not None:
+        unit_noise, given_churn = jnp.asarray(noise[0], dtype), jnp.asarray(noise[1], dtype)
+        if unit_noise.shape != shape or given_churn.shape != (num_steps, *shape):
+            raise ValueError(
+                f"noise has shapes {unit_noise.shape}, {given_churn.shape}: expected {shape}, {(num_steps, *shape)}"
+            )
+        dtype = unit_noise.dtype
+
+        def churn(i: chex.ArrayLike) -> chex.Array:
+            i = jnp.minimum(i, num_steps - 1)
+            return jax.lax.dynamic_index_in_dim(given_churn, i, keepdims=False).astype(dtype)
+
+    else:
+        if rng is None:
+            raise ValueError("rng=None: expected a key, or noise=(x_init_unit, churn)")
+        dtype = jnp.dtype(jnp.float32 if dtype is None else dtype)
+        init_key, churn_key = jax.random.split(rng)
+        unit_noise = jax.random.normal(init_key, shape, dtype)
+
+        def churn(i: chex.ArrayLike) -> chex.Array:
+            return jax.random.normal(jax.random.fold_in(churn_key, i), shape, dtype)
+
+    level_dtype = jnp.result_type(jnp.float32, dtype)
+    schedule = {
+        "sigma": jnp.asarray(seen, level_dtype),
+        "sigma_next": jnp.asarray(levels[1:], level_dtype),
+        "std": jnp.asarray(stds, level_dtype),
+        "prev_sigma": jnp.asarray(np.append(np.inf, seen[:-1]), level_dtype),
+    }
+
+    x = process.start(unit_noise, churn(0), num_steps).astype(dtype)
+    fields = ["x", "x_next"]
+    fields += ["mean_old"] if keep_mean else []
+    fields += ["prev_x0"] if process.keeps_history else []
+    records = {name: jnp.zeros((num_records, *shape), dtype) for name in fields}
+
+    def step(carry: Any, inputs: Any) -> tuple[Any, None]:
+        x, prev_x0, records = carry
+        i, at = inputs
+        mean, x0 = step_mean(
+            params,
+            x,
+            at["sigma"],
+            at["sigma_next"],
+            prev_x0 if process.keeps_history else None,
+            at["prev_sigma"] if process.keeps_history else None,
+            cond,
+            denoise=denoise,
+            process=process,
+            num_steps=num_steps,
+        )
+        # A process that noises first reaches the next step's x with the next step's noise.
+        x_next = mean + at["std"].astype(dtype) * churn(i + 1 if process.noises_first else i)
+        values = {"x": x, "x_next": x_next, "mean_old": mean, "prev_x0": prev_x0}
+        hit = (record_K == i).reshape((-1,) + (1,) * len(shape))
+        records = {name: jnp.where(hit, values[name], old) for name, old in records.items()}
+        return (x_next, x0, records), None
+
+    (x, last_x0, records), _ = jax.lax.scan(step, (x, jnp.zeros_like(x), records), (jnp.arange(num_steps), schedule))
+    sample_x0 = process.finish(x, last_x0, lambda x, sigma_B: jnp.asarray(denoise(params, x, sigma_B, cond), dtype))
+
+    inside = (record_K >= 0) & (record_K < num_steps)
+    at_K = {name: a[jnp.clip(record_K, 0, num_steps - 1)] for name, a in schedule.items()}
+    trajectory = Trajectory(
+        x=records["x"],
+        x_next=records["x_next"],
+        mean_old=records.get("mean_old"),
+        sigma=at_K["sigma"],
+        sigma_next=at_K["sigma_next"],
+        std=jnp.where(inside, at_K["std"], 0.0),
+        prev_x0=records.get("prev_x0"),
+        prev_sigma=at_K["prev_sigma"] if process.keeps_history else None,
+        step=record_K,
+        init_noise=unit_noise,
+        num_steps=num_steps,
+    )
+    return sample_x0, trajectory
+
+
+def _resolve_record(record: Sequence[int] | chex.Array | None, stds: np.ndarray) -> chex.Array:
+    """(K,) int32. Concrete records are checked against the schedule, traced ones cannot be."""
+    num_steps = len(stds)
+    if record is None:
+        record = tuple(i for i in range(0, num_steps - 1, 2) if stds[i] > 0.0)
+    if isinstance(record, jax.core.Tracer):
+        if record.ndim != 1:
+            raise ValueError(f"record has shape {record.shape}: expected (K,)")
+        return record.astype(jnp.int32)
+    steps = np.asarray(record).reshape(-1) if np.size(record) == 0 else np.asarray(record)
+    if steps.ndim != 1 or (steps.size and not np.issubdtype(steps.dtype, np.integer)):
+        raise ValueError(f"record={record}: expected a tuple or a (K,) array of integers")
+    for i in steps.tolist():
+        if not 0 <= i < num_steps:
+            raise ValueError(f"record holds step {i}: expected steps in [0, {num_steps})")
+        if not stds[i] > 0.0:
+            raise ValueError(
+                f"record holds step {i}, whose next state is deterministic (std 0): it has no policy gradient"
+            )
+    return jnp.asarray(steps, jnp.int32)

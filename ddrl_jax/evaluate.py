@@ -1,0 +1,363 @@
+"""Evaluation: fixed prompts, fixed noise, rewards, judges the policy never sees, the held-out diffusion loss.
+
+Sample i of an evaluation is a pure function of (eval.seed, i, parameters): the noise of a clip is drawn from its own
+key, so before and after, another chunk size and another device count all look at the same draws, and every comparison
+is paired. Judges: a net fitted on the "judge" scans (models.digit_judge), a Fréchet distance in its features, and the
+diffusion loss on scans and prompts that training never sees. Knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from ddrl_jax import build, rewards
+from ddrl_jax.checkpoint.manager import Checkpoints
+from ddrl_jax.config import ConfigError, check_same_run
+from ddrl_jax.data import digits, pipeline
+from ddrl_jax.diffusion.guidance import guided
+from ddrl_jax.diffusion.loss import diffusion_loss
+from ddrl_jax.diffusion.sampler import sample
+from ddrl_jax.logbook import Logbook, read_metrics
+from ddrl_jax.models.digit_judge import Judge, fit_judge, frechet_distance
+from ddrl_jax.rl.signals import heldout_loss_signal, reward_slope_signal, reward_std_signal
+
+JUDGE_CLIPS = 20_000  # rendered from the judge's own scans
+HELDOUT_DRAWS = 4  # noise levels a held-out clip
+SHOWN = 64  # clips kept on disk for the report
+LABELS = {
+    "reward": "Reward",
+    "judge_digit": "Judge reads the digit",
+    "judge_direction": "Judge reads the motion",
+    "frechet": "Fréchet distance to real clips",
+    "heldout_loss": "Held-out diffusion loss (relative)",
+}
+
+
+class Evaluator:
+    """Evaluates parameters; holds the fitted judge, the real clips' features and the compiled sampler."""
+
+    def __init__(
+        self, config: ConfigDict, setup: build.Setup, client: rewards.RewardClient, workdir: Path, book: Logbook
+    ) -> None:
+        self.config, self.setup, self.client, self.book = config, setup, client, book
+        self.folder = workdir / "eval"
+        self._key = jax.random.key(config.eval.seed)
+        count, shape = config.eval.clips, {"frames": config.data.frames, "size": config.data.size}
+        self._prompts = pipeline.evaluation_prompts(count)
+        self._judge = self._fitted_judge(workdir / "judge.npz", shape)
+        real = pipeline.heldout_clips(count, **shape)
+        judged = self._judge(real["video"])
+        self._real_features = judged["features"]
+        accuracy = float(np.mean(judged["digit_prob"].argmax(1) == real["digit"]))
+        book.say(f"judge: reads {accuracy:.1%} of the digits of {count} real held-out clips")
+
+        heldout = pipeline.heldout_clips(config.eval.heldout_clips, **shape)
+        self._heldout_x0 = setup.codec.encode(heldout["video"])
+        self._heldout_context = setup.context(heldout["caption"])
+        self._sample, self._loss = jax.jit(self._sample_chunk), jax.jit(self._loss_chunk)
+
+    def _fitted_judge(self, path: Path, shape: dict[str, int]) -> Judge:
+        if path.exists():
+            return Judge.load(path)
+        self.book.say("judge: fitting on its own scans")
+        clips = digits.DigitClips("judge", **shape, seed=self.config.eval.seed).batch(np.arange(JUDGE_CLIPS))
+        judge = fit_judge(
+            clips["video"],
+            clips["digit"],
+            clips["direction"],
+            seed=self.config.eval.seed,
+            steps=self.config.eval.judge_steps,
+        )
+        judge.save(path)
+        return judge
+
+    # ---------------------------------------------------------------------------------------- jitted
+
+    def _sample_chunk(self, params: Any, index_B: jax.Array, context_BSD: jax.Array) -> jax.Array:
+        """Clips `index_B` of the evaluation -> latents (B, C, T, h, w)."""
+        config, setup = self.config.eval, self.setup
+        draws = (config.num_steps + 1, *setup.latent_shape)
+        keys = jax.vmap(lambda i: jax.random.fold_in(self._key, i))(index_B)
+        noise_BNX = jax.vmap(lambda k: jax.random.normal(k, draws))(keys)
+        denoise: Any = setup.denoise
+        if config.guidance != 0:
+            denoise = guided(denoise, config.guidance, setup.null_cond)
+        x0, _ = sample(
+            params,
+            self._key,  # every draw is given
+            build.cond(context_BSD),
+            denoise=denoise,
+            process=setup.process,
+            shape=(index_B.shape[0], *setup.latent_shape),
+            num_steps=config.num_steps,
+            record=(),
+            noise=(noise_BNX[:, 0], jnp.moveaxis(noise_BNX[:, 1:], 1, 0)),
+        )
+        return x0
+
+    def _loss_chunk(self, params: Any, index_B: jax.Array, x0_BX: jax.Array, context_BSD: jax.Array) -> jax.Array:
+        """Weighted diffusion loss (B,) of held-out clips, averaged over HELDOUT_DRAWS levels of the training law."""
+        process = self.setup.process
+        keys = jax.vmap(lambda i: jax.random.fold_in(self._key, i))(index_B)
+
+        def draw(d: jax.Array) -> jax.Array:
+            k = jax.vmap(lambda key: jax.random.split(jax.random.fold_in(key, d)))(keys)
+            sigma_B = jax.vmap(lambda key: process.draw_sigma(key, ()))(k[:, 0])
+            noise_BX = jax.vmap(lambda key: jax.random.normal(key, x0_BX.shape[1:]))(k[:, 1])
+            return diffusion_loss(
+                params,
+                x0_BX,
+                build.cond(context_BSD),
+                sigma_B,
+                noise_BX,
+                denoise=self.setup.denoise,
+                process=process,
+            )
+
+        return jnp.mean(jax.lax.map(draw, jnp.arange(HELDOUT_DRAWS)), axis=0)
+
+    def _in_chunks(
+        self,
+        title: str,
+        count: int,
+        call: Callable[..., jax.Array],
+        *arrays: np.ndarray,
+        then: Callable[[np.ndarray, slice], None] | None = None,
+    ) -> np.ndarray:
+        """`call(index, *arrays[index])` over equal chunks (the last one padded) -> all rows; `then` sees each chunk."""
+        size, parts = self.config.eval.chunk, []
+        with self.book.progress(title, count) as advance:
+            for start in range(0, count, size):
+                rows = np.minimum(np.arange(start, start + size), count - 1)
+                put = [build.to_global(self.setup.mesh, a[rows]) for a in (np.arange(count), *arrays)]
+                parts.append(np.asarray(call(*put))[: count - start])
+                if then is not None:
+                    then(parts[-1], slice(start, start + len(parts[-1])))
+                advance(len(parts[-1]))
+        return np.concatenate(parts)
+
+    # ------------------------------------------------------------------------------------------ call
+
+    def __call__(self, params: Any, step: int, *, full: bool) -> dict[str, float]:
+        """Evaluates and returns metrics; `full` (before and after) takes eval.clips and leaves eval/<step>/ on disk."""
+        config, setup = self.config.eval, self.setup
+        count = config.clips if full else config.clips_during
+        captions = self._prompts["caption"][:count]
+        tickets: list[Any] = []
+        latents = self._in_chunks(
+            f"evaluation at {step}",
+            count,
+            lambda i, c: self._sample(params, i, c),
+            setup.context(captions),
+            # Sent at once: the sidecar scores this chunk while the next one is sampled.
+            then=lambda x0, rows: tickets.append(self.client.submit(x0, captions[rows])),
+        )
+        videos = np.clip(setup.codec.decode(latents), -1.0, 1.0)
+        heldout = self._in_chunks(
+            f"held-out loss at {step}",
+            config.heldout_clips,
+            lambda i, x, c: self._loss(params, i, x, c),
+            self._heldout_x0,
+            self._heldout_context,
+        )
+        judged = self._judge(videos)
+        digit, direction = self._prompts["digit"][:count], self._prompts["direction"][:count]
+        results = [t.result() for t in tickets]
+        scores = {
+            name: np.concatenate([r.scores.get(name, np.full(len(r.valid), np.nan, np.float32)) for r in results])
+            for name in sorted({n for r in results for n in r.scores})
+        }
+        totals = [build.total_reward(r, self.config) for r in results]
+        reward = np.where(np.concatenate([v for _, v in totals]), np.concatenate([r for r, _ in totals]), np.nan)
+        values = {
+            "reward": reward,
+            **scores,
+            "judge_digit": (judged["digit_prob"].argmax(1) == digit).astype(np.float64),
+            "judge_direction": (judged["direction_prob"].argmax(1) == direction).astype(np.float64),
+        }
+        metrics = {name: _mean(v) for name, v in values.items()} | {"heldout_loss": _mean(heldout)}
+        if full:
+            metrics["frechet"] = frechet_distance(judged["features"], self._real_features)
+            self._write(step, captions, values, metrics, heldout, judged["features"], videos)
+        reasons = {r.reason for r in results if r.reason}
+        if reasons:
+            self.book.say(f"evaluation at {step}: {int(np.isnan(reward).sum())} rewards invalid: {'; '.join(reasons)}")
+        shown = ("reward", "judge_digit", "judge_direction", "frechet", "heldout_loss")
+        self.book.say(f"evaluation at {step}: " + "  ".join(f"{n} {metrics[n]:.4g}" for n in shown if n in metrics))
+        return metrics
+
+    def _write(
+        self,
+        step: int,
+        captions: list[str],
+        values: dict[str, np.ndarray],
+        metrics: dict[str, float],
+        heldout: np.ndarray,
+        features: np.ndarray,
+        videos: np.ndarray,
+    ) -> None:
+        folder = self.folder / f"{step:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        np.savez(folder / "features.npz", generated=features, real=self._real_features)
+        pixels = np.rint((np.moveaxis(videos[:SHOWN], 1, -1) + 1) * 127.5).astype(np.uint8)
+        np.savez(folder / "samples.npz", video=pixels, caption=np.array(captions[:SHOWN]))
+        record = {
+            "step": step,
+            "metrics": {n: _json(v) for n, v in metrics.items()},
+            "prompts": captions,
+            "per_clip": {n: [_json(x) for x in v] for n, v in values.items()},
+            "heldout_loss_per_clip": [_json(x) for x in heldout],
+        }
+        # Last, and by a rename: eval.json says that the evaluation is whole.
+        part = folder / "eval.json.part"
+        part.write_text(json.dumps(record))
+        part.replace(folder / "eval.json")
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
+
+
+def _json(value: Any) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+# ------------------------------------------------------------------------------------- before against after
+
+
+def compare(before: Path, after: Path, *, resamples: int = 2000, seed: int = 0) -> list[dict[str, Any]]:
+    """Change of every quantity between two evaluations of the same prompts and noise, with a 95 % interval.
+
+    The intervals are percentile bootstraps over *prompts* (clips of one prompt are resampled together) of the paired
+    differences; the Fréchet distance is computed anew on each resample (a tenth as many). Held-out loss: over clips,
+    as a fraction of the loss before. Variance between training seeds is not in them.
+
+    Returns:
+      [{"name", "label", "kind": reward|sub|judge|loss, "mean", "low", "high", "n", "better": up|down}]; n counts prompts,
+      or held-out clips.
+    """
+    first, last = (json.loads((p / "eval.json").read_text()) for p in (before, after))
+    if first["prompts"] != last["prompts"]:
+        raise ValueError(f"{before} and {after} evaluated different prompts; a paired comparison needs the same")
+    rng = np.random.default_rng(seed)
+    prompts, prompt_of = np.unique(first["prompts"], return_inverse=True)
+    draws_RP = rng.integers(len(prompts), size=(resamples, len(prompts)))
+    changes = []
+    for name in first["per_clip"]:
+        if name not in last["per_clip"]:
+            continue
+        pair = (np.array(e["per_clip"][name], np.float64) for e in (first, last))
+        difference = np.subtract(*reversed(list(pair)))
+        ok = np.isfinite(difference)
+        total_P = np.bincount(prompt_of, np.where(ok, difference, 0.0), len(prompts))
+        count_P = np.bincount(prompt_of, ok, len(prompts))
+        if not ok.any():
+            continue
+        means = total_P[draws_RP].sum(1) / np.maximum(count_P[draws_RP].sum(1), 1)
+        kind = "reward" if name == "reward" else "judge" if name.startswith("judge") else "sub"
+        changes.append(_change(name, kind, difference[ok].mean(), means, int((count_P > 0).sum()), "up"))
+
+    features = [np.load(p / "features.npz", allow_pickle=False) for p in (before, after)]
+    real, generated = features[0]["real"], [f["generated"] for f in features]
+    by_prompt = [np.flatnonzero(prompt_of == p) for p in range(len(prompts))]
+
+    def frechet_change(rows: np.ndarray) -> float:
+        return frechet_distance(generated[1][rows], real) - frechet_distance(generated[0][rows], real)
+
+    boot = [frechet_change(np.concatenate([by_prompt[p] for p in draw])) for draw in draws_RP[: resamples // 10]]
+    point = frechet_change(np.arange(len(prompt_of)))
+    changes.append(_change("frechet", "judge", point, np.array(boot), len(prompts), "down"))
+
+    a, b = (np.array(e["heldout_loss_per_clip"], np.float64) for e in (first, last))
+    rows = rng.integers(len(a), size=(resamples, len(a)))
+    relative = b[rows].mean(1) / a[rows].mean(1) - 1
+    changes.append(_change("heldout_loss", "loss", b.mean() / a.mean() - 1, relative, len(a), "down"))
+    return changes
+
+
+def _change(name: str, kind: str, mean: float, draws: np.ndarray, n: int, better: str) -> dict[str, Any]:
+    low, high = np.percentile(draws, [2.5, 97.5])
+    label = LABELS.get(name, name.rsplit("/", 1)[-1].replace("_", " ").capitalize())
+    return {
+        "name": name,
+        "label": label,
+        "kind": kind,
+        "mean": float(mean),
+        "low": float(low),
+        "high": float(high),
+        "n": n,
+        "better": better,
+    }
+
+
+def summarise(config: ConfigDict, workdir: Path, *, config_file: str, command: str) -> dict[str, Any]:
+    """Writes summary.json, what the report is made of: before, after, changes, the three hacking signals (sec. 4.2)."""
+    folders = sorted(p.parent for p in (workdir / "eval").glob("*/eval.json"))
+    evaluations = [json.loads((p / "eval.json").read_text()) for p in folders]
+    lines = read_metrics(workdir / "metrics.jsonl")
+    ddrl = [m for m in lines if m["stage"] == "ddrl"]
+
+    def column(rows: list[dict], name: str) -> np.ndarray:
+        return np.array([np.nan if m.get(name) is None else m[name] for m in rows], np.float64)
+
+    signals = []
+    if len(folders) > 1:
+        losses = column([m for m in lines if m["stage"] == "eval"], "heldout_loss")
+        signals = [
+            heldout_loss_signal(losses, limit=config.monitor.heldout_loss_limit),
+            reward_slope_signal(column(ddrl, "reward")),
+            reward_std_signal(column(ddrl, "reward_std")),
+        ]
+    device = jax.devices()[0]
+    summary = {
+        "title": f"{config.objective.name} on moving digits",
+        "config_file": config_file,
+        "command": command,
+        "run": {
+            "method": config.objective.name,
+            "steps": config.train.steps,
+            "rollouts": config.rollout.conditions * config.rollout.group_size,
+            "seconds": float(np.nansum(column(lines, "seconds"))),
+            "hardware": f"{jax.device_count()} x {device.device_kind}",
+            "seed": config.seed,
+        },
+        "before": evaluations[0]["metrics"] if evaluations else {},
+        "after": evaluations[-1]["metrics"] if len(evaluations) > 1 else {},
+        "changes": compare(folders[0], folders[-1]) if len(folders) > 1 else [],
+        "signals": [vars(s) for s in signals],
+    }
+    part = workdir / "summary.json.part"
+    part.write_text(json.dumps(summary, indent=1))
+    part.replace(workdir / "summary.json")
+    return summary
+
+
+def run(config: ConfigDict, workdir: Path) -> bool:
+    """`--mode=eval`: the newest checkpoint of a run, evaluated in full and written to eval/<step>/."""
+    for line in check_same_run(config, workdir):
+        print(line)
+    if not (workdir / "config.json").exists():
+        raise ConfigError(f"workdir={str(workdir)!r}: holds no run to evaluate; train one there first")
+    setup = build.build(config)
+    book = Logbook(workdir, primary=jax.process_index() == 0, tensorboard=config.log.tensorboard, wandb=config.log.wandb)
+    with build.open_rewards(config, workdir, book) as client:
+        params = build.init_params(config, setup, jax.random.key(config.seed))
+        like = build.train_state(setup, params, build.optimizer(config.train), build.ema_exponent(config.train))
+        restored = Checkpoints(workdir / "checkpoints/ddrl", read_only=True).restore(like)
+        if restored is None:
+            raise ConfigError(f"workdir={str(workdir)!r}: holds no checkpoint yet; let the training save one first")
+        step, s = restored
+        params = s.ema if config.eval.ema and s.ema is not None and step > 0 else s.params
+        evaluator = Evaluator(config, setup, client, workdir, book)
+        book.forget_from("eval", step)
+        book.write("eval", step, evaluator(params, step, full=True))
+    book.close()
+    return True

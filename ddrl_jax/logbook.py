@@ -1,0 +1,114 @@
+"""What a run writes while it runs: metrics.jsonl, TensorBoard, W&B, and the console's progress bars and lines.
+
+Only process 0 writes. metrics.jsonl holds each (stage, step) once: a resumed run first drops the lines of the steps it
+is about to repeat. Knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+
+def _number(value: Any) -> Any:
+    """A JSON value: floats to seven digits; what is not finite becomes null, since JSON has no NaN."""
+    if isinstance(value, str | bool | int) or value is None:
+        return value
+    value = float(value)
+    return float(f"{value:.7g}") if math.isfinite(value) else None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last line cut off by a kill is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            lines.append(json.loads(line))
+    return lines
+
+
+class Logbook:
+    """Metrics and console of one run. `wandb` is a project's name, "" is off."""
+
+    def __init__(self, workdir: Path, *, primary: bool = True, tensorboard: bool = True, wandb: str = "") -> None:
+        self._path = workdir / "metrics.jsonl"
+        self._primary = primary
+        self.console = Console(stderr=False, soft_wrap=True, quiet=not primary, highlight=False)
+        self._writer = self._wandb = None
+        if primary and tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._writer = SummaryWriter(str(workdir / "tensorboard"))
+        if primary and wandb:
+            import wandb as wandb_module  # type: ignore[import-not-found]
+
+            self._wandb = wandb_module.init(project=wandb, dir=str(workdir), name=workdir.name, resume="allow")
+
+    def say(self, text: str) -> None:
+        """One line on the console, above the progress bar if there is one."""
+        self.console.print(text, markup=False)
+
+    def forget_from(self, stage: str, step: int) -> None:
+        """Drops the lines of `stage` from `step` on: the steps a resumed run repeats. Atomic."""
+        if not self._primary or not self._path.exists():
+            return
+        kept = [m for m in read_metrics(self._path) if m.get("stage") != stage or m["step"] < step]
+        part = self._path.with_suffix(".part")
+        part.write_text("".join(json.dumps(m) + "\n" for m in kept))
+        os.replace(part, self._path)
+
+    def has(self, stage: str, step: int) -> bool:
+        """Whether metrics.jsonl has the line of (stage, step)."""
+        return any(m.get("stage") == stage and m["step"] == step for m in read_metrics(self._path))
+
+    def write(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """One line of metrics.jsonl and the same numbers to TensorBoard and W&B under `stage/`."""
+        if not self._primary:
+            return
+        line = {"stage": stage, "step": step} | {name: _number(value) for name, value in metrics.items()}
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        numbers = {f"{stage}/{n}": v for n, v in line.items() if isinstance(v, int | float) and n != "step"}
+        if self._writer is not None:
+            for name, value in numbers.items():
+                self._writer.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(numbers | {f"{stage}/step": step})
+
+    @contextlib.contextmanager
+    def progress(self, title: str, total: int, done: int = 0) -> Iterator[Any]:
+        """A bar with elapsed time and ETA; yields `advance(n=1)`. Nothing is drawn where the output is no terminal."""
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            task = progress.add_task(title, total=total, completed=done)
+            yield lambda n=1: progress.advance(task, n)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        if self._wandb is not None:
+            self._wandb.finish()

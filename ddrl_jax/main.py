@@ -1,0 +1,81 @@
+"""python -m ddrl_jax.main --config=configs/quickstart.py --workdir=runs/quickstart [--config.train.steps=40 ...]
+
+Exit status: 0 done (or stopped by SIGTERM, state saved), 1 the run stopped itself, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+
+from ddrl_jax import config as config_lib
+
+MODES = ("train", "eval")
+
+
+def read_flags(argv: list[str]) -> tuple[Any, str, str, str]:
+    """(config, config file, workdir, mode). Raises ConfigError for anything the flags cannot take."""
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, "a file with get_config()", flag_values=values)
+    flags.DEFINE_string("workdir", None, "the run's folder: checkpoints, metrics, report", flag_values=values)
+    flags.DEFINE_enum("mode", "train", MODES, "train: pre-train, DDRL, report; eval: evaluate", flag_values=values)
+    argv = [config_lib.locate(a) for a in argv]
+    file = next((a.partition("=")[2] for a in argv if a.startswith("--config=")), "")
+    if not file:
+        raise config_lib.ConfigError("--config: name a file, such as --config=configs/quickstart.py")
+    if not Path(file).is_file():
+        raise config_lib.ConfigError(f"--config={file!r}: there is no such file")
+    try:
+        values(argv)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
+        unknown = config_lib.unknown_field(argv, config_lib.load(file))
+        raise config_lib.ConfigError(unknown or " ".join(str(error).split())) from error
+    workdir = values.workdir or str(Path("runs") / Path(file).stem)
+    return values.config, file, workdir, values.mode
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = list(sys.argv if argv is None else argv)
+    try:
+        config, file, workdir, mode = read_flags(argv)
+        config_lib.validate(config)
+    except config_lib.ConfigError as error:
+        return _complain(error)
+    # Only now: jax takes seconds to import, and bad flags should not wait for it.
+    import jax
+
+    from ddrl_jax import evaluate, report, train
+
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache/ddrl_jax/xla"))
+    folder = Path(workdir).absolute()
+    try:
+        if mode == "train":
+            done = train.run(config, folder, evaluate.Evaluator)
+        else:
+            done = evaluate.run(config, folder)
+        if done and jax.process_index() == 0:
+            command = shlex.join(["python", "-m", "ddrl_jax.main", *argv[1:]])
+            evaluate.summarise(config, folder, config_file=file, command=command)
+            print(f"report: {report.write_report(folder)}")
+    except config_lib.ConfigError as error:
+        return _complain(error)
+    except train.RunStopped as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _complain(error: config_lib.ConfigError) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

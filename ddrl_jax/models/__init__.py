@@ -1,0 +1,28 @@
+"""Networks (Flax NNX) and the functions that make denoisers and latents of them. Names resolve on first use (PEP 562)."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "CosmosDiT": "cosmos_dit",
+    "CosmosDiTConfig": "cosmos_dit",
+    "cosmos_2b": "cosmos_dit",
+    "cosmos_14b": "cosmos_dit",
+    "CosmosDenoiser": "denoiser",
+    "cosmos_denoiser": "denoiser",
+    "Unshuffle": "unshuffle",
+    "WordTable": "word_table",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,589 @@
+"""The report: files for people in `samples/` and `report/`, and one page that holds everything.
+
+The page needs nothing but itself: styles, charts and clips are inside it, no script runs, and its
+content policy forbids every request, so that a caption or a config can never fetch or execute.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ddrl_jax.report import media, plots
+from ddrl_jax.report.style import CSS
+from ddrl_jax.report.verdict import (
+    Change,
+    Signal,
+    read_changes,
+    read_signals,
+    show,
+    verdict,
+)
+from ddrl_jax.report.workdir import Run, Samples, column, number, read_run
+
+_FIRST_PAIRS = 20  # shown at once; the others are one click away
+_MAX_PAIRS = 64
+_CLIP_BYTES = 8 << 20  # of inlined clips: large videos show fewer pairs rather than a huge page
+_CLIP_SIZE = 112  # pixels of a clip's longer side on the page
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+_ICONS = {
+    "clean": '<circle cx="12" cy="12" r="11"/><path d="M7 12.5l3.4 3.4L17.2 9"/>',
+    "suspicious": '<path d="M12 1.8L23.2 21.6H.8z"/><path d="M12 9v5.6M12 18v.2"/>',
+    "hacked": '<path d="M7.4 1h9.2L23 7.4v9.2L16.6 23H7.4L1 16.6V7.4z"/><path d="M8 8l8 8M16 8l-8 8"/>',
+    "no change": '<circle cx="12" cy="12" r="11"/><path d="M7 10h10M7 14.4h10"/>',
+    "no verdict yet": '<circle cx="12" cy="12" r="11"/><path d="M12 6v6.4l4 2.4"/>',
+}
+
+_KINDS = {
+    "reward": "Reward and its sub-scores, which training saw; one scale for all",
+    "judge": "Judges, which training never saw; each on its own scale",
+    "other": "Other measures; each on its own scale",
+}
+
+_GLOSSARY = (
+    ("Reward hacking", "The reward goes up while the thing it stands for does not. The policy has "
+     "found what the scorer likes, not what people like."),
+    ("Held-out diffusion loss", "How badly the model explains real clips it never trained on. Hacking "
+     "drags the model away from real data, so this usually warns early. A rise past its limit (10 % unless set otherwise) is an alarm."),
+    ("Steepness of the rise", "Real improvement is slow. A reward that climbs suddenly has usually "
+     "found a shortcut."),
+    ("Within-group std", "The spread of the reward among rollouts of one prompt. When it collapses, all "
+     "rollouts look alike. It is a late signal."),
+    ("Judge", "A measurement that training never used: a network trained on other data, or a distance "
+     "between generated and real clips. If the reward rises and a judge falls, believe the judge."),
+    ("Fr\u00e9chet distance", "How far the judge\u2019s view of generated clips lies from its view of real "
+     "ones. Lower is closer to real."),
+    ("95 % interval", "What repeated draws of the evaluation prompts would give in 95 of 100 cases. It "
+     "leaves out how much another seed would change."),
+    ("Data loss", "The diffusion loss on fixed real data that DDRL adds to the reward. It is what keeps "
+     "the policy near the data."),
+    ("Policy ratio, clipped fraction", "How far one update moved the policy from the one that made the "
+     "rollouts, and how often clipping held it back."),
+    ("Valid rate", "The share of rollouts whose reward arrived and was a number. The others are left "
+     "out, never counted as 0."),
+)  # fmt: skip
+
+
+def write_report(workdir: str | Path) -> Path:
+    """Write a run's sample files, charts and page; safe to call again while the run goes on.
+
+    Writes `report/index.html`, `report/*.png`, `samples/{before,after}.{gif,mp4}` and
+    `samples/contact_sheet.png` under `workdir`, each replaced in one step. What the run has not
+    produced yet, or what cannot be read, is said on the page.
+
+    Args:
+      workdir: the directory a run writes to: config.json, metrics.jsonl, eval/<step>/samples.npz,
+        summary.json. Each of them may be missing.
+
+    Returns:
+      The path of `report/index.html`.
+
+    Raises:
+      ValueError: `workdir` is not a directory.
+    """
+    run = read_run(workdir)
+    _write_samples(run)
+    charts = plots.curves(run)
+    for chart in (*charts, *plots.bars(read_changes(run.summary))):
+        media.write_bytes(run.path / "report" / f"{chart.name}.png", chart.png)
+    page = run.path / "report" / "index.html"
+    media.write_bytes(page, _page(run, charts).encode())
+    return page
+
+
+def _write_samples(run: Run) -> None:
+    folder = run.path / "samples"
+    for name, samples in (("before", run.before), ("after", run.after)):
+        if samples is None:
+            continue
+        clips = media.fit(samples.video[:_MAX_PAIRS], 72 if len(samples.video) > 16 else 144)
+        sheet = media.mosaic(clips, columns=8 if len(clips) > 16 else 4)
+        fps = _fps(run, len(sheet))
+        media.write_gif(folder / f"{name}.gif", sheet, fps)
+        # A clip of half a second is over before a player has shown it.
+        loops = max(1, round(3 * fps / len(sheet)))
+        media.write_mp4(folder / f"{name}.mp4", sheet, fps, loops=loops)
+    shown = run.before or run.after
+    if shown is None:
+        return
+    pairs = _pairs(run)
+    if run.before is not None and run.after is not None and pairs:
+        # Spread over the prompts: neighbours are often the same digit or subject.
+        chosen = [pairs[i] for i in np.unique(np.linspace(0, len(pairs) - 1, 12).astype(int))]
+        left = run.before.video[[i for i, _ in chosen]]
+        right = run.after.video[[j for _, j in chosen]]
+        captions = [run.before.captions[i] for i, _ in chosen]
+        titles = (f"before (update {run.before.step})", f"after (update {run.after.step})")
+        picture = media.contact_sheet(captions, left, right, titles=titles)
+    else:
+        rows = np.unique(np.linspace(0, len(shown.video) - 1, 12).astype(int))
+        title = f"update {shown.step}"
+        captions = [shown.captions[i] for i in rows]
+        picture = media.contact_sheet(captions, shown.video[rows], None, titles=(title, ""))
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", optimize=True)
+    media.write_bytes(folder / "contact_sheet.png", buffer.getvalue())
+
+
+def _fps(run: Run, frames: int) -> float:
+    """The run's frame rate; very short clips are slowed down so that one can see them."""
+    fps = number(_get(run.config, "reward", "fps")) or 8.0
+    return min(max(fps, 1.0), 60.0, max(frames / 0.8, 1.0))
+
+
+def _pairs(run: Run) -> list[tuple[int, int]]:
+    """Indices (before, after) of clips of the same prompt, in the order of `before`."""
+    if run.before is None or run.after is None:
+        return []
+    left, right = run.before.captions, run.after.captions
+    if left == right:
+        return [(i, i) for i in range(len(left))]
+    places: dict[str, list[int]] = {}
+    for j, caption in enumerate(right):
+        places.setdefault(caption, []).append(j)
+    return [(i, places[c].pop(0)) for i, c in enumerate(left) if places.get(c)]
+
+
+def _get(value: Any, *path: str) -> Any:
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _text(value: Any) -> str:
+    """Escape for element content and for quoted attributes alike."""
+    return html.escape(str(value), quote=True)
+
+
+def _page(run: Run, charts: Sequence[plots.Chart]) -> str:
+    title = str(run.summary.get("title") or _get(run.config, "title") or run.path.resolve().name)
+    sections = (
+        ("samples", "Samples", _samples(run)),
+        ("changes", "What changed", _changes(run)),
+        ("curves", "Curves", _curves(charts)),
+        ("config", "Configuration", _config(run)),
+        ("reproduce", "How to reproduce", _reproduce(run)),
+        ("glossary", "How to read this", _glossary()),
+    )
+    links = "".join(f'<a href="#{name}">{heading}</a>' for name, heading, _ in sections)
+    body = "".join(f'<section id="{name}"><h2>{heading}</h2>{content}</section>' for name, heading, content in sections)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<title>{_text(title)}</title>
+<style>{CSS}</style>
+</head>
+<body>
+<div class="page">
+<header>
+<p class="eyebrow">ddrl_jax run report</p>
+<h1>{_text(title)}</h1>
+{_facts(run)}
+<nav aria-label="Sections">{links}</nav>
+</header>
+<main>
+{_verdict(run)}
+{body}
+</main>
+<footer>Written by ddrl_jax from {_text(run.path.resolve().name)}. This file needs no network.</footer>
+</div>
+</body>
+</html>
+"""
+
+
+def _facts(run: Run) -> str:
+    given = run.summary.get("run")
+    facts = dict(given) if isinstance(given, dict) else {}
+    facts.setdefault("method", _get(run.config, "objective", "name"))
+    seconds = number(facts.pop("seconds", None))
+    items = [(k.replace("_", " "), _value(v)) for k, v in facts.items() if v not in (None, "")]
+    if seconds is not None:
+        items.append(("time", _duration(seconds)))
+    inner = "".join(f"<div><dt>{_text(k)}</dt><dd>{_text(v)}</dd></div>" for k, v in items)
+    return f'<dl class="facts">{inner}</dl>' if inner else ""
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+def _verdict(run: Run) -> str:
+    label: str
+    if read_changes(run.summary):
+        found = verdict(run.summary)
+        label, headline, reasons = found.label, found.headline, found.reasons
+        caveat = (
+            "This verdict rests on the measurements below and on one run. It can show that a reward "
+            "was hacked; it cannot prove that it was not. Look at the samples."
+        )
+    else:
+        label, (headline, reasons) = "no verdict yet", _progress(run)
+        caveat = "The verdict needs both evaluations. Curves and samples show what there is so far."
+    tone = label if label in ("clean", "suspicious", "hacked") else "open"
+    items = "".join(f"<li>{_text(reason)}</li>" for reason in reasons)
+    icon = (
+        '<svg viewBox="0 0 24 24" fill="none" stroke="currentColor" stroke-width="2" '
+        f'stroke-linecap="round" stroke-linejoin="round" aria-hidden="true">{_ICONS[label]}</svg>'
+    )
+    cards = "".join(_signal(signal, run) for signal in read_signals(run.summary))
+    return f"""<div class="verdict {tone}" id="verdict">
+<div class="call"><div><p class="label">{icon}<span>{label.capitalize()}</span></p>
+<p class="headline">{_text(headline)}</p>{_glance(run)}</div>
+<ul class="reasons">{items}</ul></div>
+<div class="signals">{cards}</div>
+<p class="caveat">{caveat}</p>
+{_notes(run)}</div>"""
+
+
+def _progress(run: Run) -> tuple[str, list[str]]:
+    """Where an unfinished run stands: a headline, and what is there and what is not."""
+    reasons = []
+    current = "Nothing has been measured yet."
+    for stage, section, doing in (
+        ("pretrain", "pretrain", "Pre-training is at step"),
+        ("ddrl", "train", "Training is at update"),
+    ):
+        rows = run.stage(stage)
+        if rows:
+            planned = number(_get(run.config, section, "steps"))
+            of = f" of {planned:.0f}" if planned else ""
+            current = f"{doing} {number(rows[-1]['step']):.0f}{of}."
+    if not run.rows:
+        reasons.append("There are no metrics yet.")
+    if run.before is None:
+        reasons.append("The evaluation before training has not been written.")
+    if run.after is None:
+        reasons.append("The evaluation after training has not been written.")
+    if not run.summary:
+        reasons.append("There is no summary: the run has not finished, or was stopped.")
+    else:
+        reasons.append("The summary holds no changes, so there is nothing to judge.")
+    return current, reasons
+
+
+def _signal(signal: Signal, run: Run) -> str:
+    if signal.alarm is None:
+        state, kind = "not measured", ""
+    else:
+        state, kind = ("alarm", "alarm") if signal.alarm else ("quiet", "quiet")
+    reading = ""
+    if signal.value is not None:
+        limit = "" if signal.limit is None else f"<small>limit {_reading(signal.name, signal.limit, digits=0)}</small>"
+        reading = f'<p class="reading">{_reading(signal.name, signal.value, digits=1)}{limit}</p>'
+    spark = _spark(signal, run)
+    evidence = signal.evidence or ("Judged when the run ends; this is its curve." if spark else "Nothing measured.")
+    return f"""<article class="signal"><header><h3>{signal.label}</h3>
+<span class="state {kind}">{state}</span></header>
+{reading}<p>{_text(evidence)}</p>{spark}</article>"""
+
+
+def _reading(name: str, value: float, *, digits: int) -> str:
+    """A signal's value or limit in its unit: the losses' rise, the reward's slope, the spread's change."""
+    if name == "reward_slope":
+        return show(value)
+    # The third signal measures a fall; as a change it is negative, which needs no explaining.
+    percent = (-100.0 if name == "reward_std" else 100.0) * value
+    return f"{percent:+.{digits}f} %".replace("-", "\u2212")
+
+
+def _spark(signal: Signal, run: Run) -> str:
+    """The signal's own curve, small: no axes, its limit dashed where it is a height on that curve."""
+    stage, key = {
+        "heldout_loss": ("eval", "heldout_loss"),
+        "reward_slope": ("ddrl", "reward"),
+        "reward_std": ("ddrl", "reward_std"),
+    }[signal.name]
+    rows = run.stage(stage)
+    x, y = column(rows, "step"), column(rows, key)
+    if signal.name == "heldout_loss":
+        y = plots.relative(y)
+    x, y = x[np.isfinite(y)], y[np.isfinite(y)]
+    if len(y) < 2 or x[0] == x[-1]:
+        return ""
+    low, high = float(y.min()), float(y.max())
+    limit = None
+    if signal.name == "heldout_loss":
+        limit = run.loss_limit
+        low, high = min(low, 0.0), max(high, limit * 1.1)
+    elif signal.name == "reward_std":
+        low = 0.0
+        if signal.limit is not None:
+            limit = float(y[: max(1, len(y) // 10)].mean()) * (1 - signal.limit)
+    span = (high - low) or 1.0
+
+    def height(value: Any) -> Any:
+        return 38 - 36 * (value - low) / span
+
+    points = zip(100 * (x - x[0]) / (x[-1] - x[0]), height(y), strict=True)
+    path = "M" + "L".join(f"{a:.2f} {b:.2f}" for a, b in points)
+    dashes = "" if limit is None else f'<path class="limit" d="M0 {height(limit):.2f}H100"/>'
+    return (
+        '<svg class="spark" viewBox="0 0 100 40" preserveAspectRatio="none" aria-hidden="true">'
+        f'{dashes}<path d="{path}"/></svg>'
+    )
+
+
+def _notes(run: Run) -> str:
+    if not run.notes:
+        return ""
+    items = "".join(f"<li>{_text(note)}</li>" for note in run.notes)
+    return f'<aside class="notes"><h3>Not everything could be read</h3><ul>{items}</ul></aside>'
+
+
+# ---------------------------------------------------------------- samples
+
+
+def _samples(run: Run) -> str:
+    if run.before is None and run.after is None:
+        return _empty("No samples yet: they come with the first evaluation.")
+    before, after = run.before, run.after
+    cells: Iterable[tuple[str, Sequence[tuple[Samples, int]]]]
+    if before is not None and after is not None:
+        pairs = _pairs(run)
+        lede = (
+            f"The same prompts and the same noise, at update {before.step} and at update "
+            f"{after.step}. No clip was picked by hand."
+        )
+        key = '<span class="key"><span>before</span><span>after</span></span>'
+        grid = "grid"
+        if not pairs:
+            return _empty("The two evaluations have no prompt in common.")
+        cells = ((before.captions[i], ((before, i), (after, j))) for i, j in pairs[:_MAX_PAIRS])
+    else:
+        shown = before or after
+        assert shown is not None
+        lede = f"Clips at update {shown.step}. There is no other evaluation to set beside them yet."
+        key, grid = "", "grid solo"
+        chosen = range(min(_MAX_PAIRS, len(shown.video)))
+        cells = ((shown.captions[i], ((shown, i),)) for i in chosen)
+    figures: list[str] = []
+    size = 0
+    for caption, clips in cells:
+        figure = _pair(caption, clips)
+        size += len(figure)
+        if figures and size > _CLIP_BYTES:
+            break
+        figures.append(figure)
+    first, rest = figures[:_FIRST_PAIRS], figures[_FIRST_PAIRS:]
+    more = ""
+    if rest:
+        more = (
+            f'<details class="more"><summary>{len(rest)} more</summary>'
+            f'<div class="{grid}">{"".join(rest)}</div></details>'
+        )
+    return f"""<p class="lede">{lede}</p>
+<div class="bar">{key}<label><input type="checkbox" id="pause"> Pause</label></div>
+<div class="{grid}">{"".join(first)}</div>{more}"""
+
+
+def _glance(run: Run) -> str:
+    """Four pairs spread over the prompts, beside the verdict: the first thing to look at."""
+    pairs = _pairs(run)
+    if run.before is None or run.after is None or not pairs:
+        return ""
+    chosen = np.unique(np.linspace(0, min(len(pairs), _MAX_PAIRS) - 1, 4).astype(int))
+    figures = "".join(
+        _pair(run.before.captions[i], ((run.before, i), (run.after, j)), bare=True)
+        for i, j in (pairs[k] for k in chosen)
+    )
+    key = '<p class="key"><span>before</span><span>after</span></p>'
+    return f'<div class="glance">{figures}</div>{key}'
+
+
+def _pair(caption: str, clips: Sequence[tuple[Samples, int]], *, bare: bool = False) -> str:
+    names = ("before", "after") if len(clips) == 2 else ("",)
+    parts = []
+    for name, (samples, i) in zip(names, clips, strict=True):
+        clip = samples.video[i]
+        kind, data, frames = media.strip(clip, size=_CLIP_SIZE, max_frames=24)
+        seconds = min(max(frames / 8, 0.8), 6.0)
+        classes = "clip" + (" pixels" if max(clip.shape[1:3]) <= _CLIP_SIZE else "")
+        classes += " moving" if frames > 1 else ""
+        style = (
+            f"--n:{frames};--d:{seconds:.2f}s;--a:{clip.shape[2]}/{clip.shape[1]};"
+            f"--i:url(data:{kind};base64,{base64.b64encode(data).decode()})"
+        )
+        label = _text(f"{name}: {caption}" if name else caption)
+        parts.append(f'<div class="{classes}" role="img" aria-label="{label}" style="{style}"></div>')
+    single = "" if len(parts) == 2 else " single"
+    below = "" if bare else f"<figcaption>{_text(caption)}</figcaption>"
+    return f'<figure class="pair"><div class="clips{single}">{"".join(parts)}</div>{below}</figure>'
+
+
+# ---------------------------------------------------------------- what changed
+
+
+def _changes(run: Run) -> str:
+    changes = read_changes(run.summary)
+    before = run.summary.get("before")
+    after = run.summary.get("after")
+    before, after = (v if isinstance(v, dict) else {} for v in (before, after))
+    named = {c.name for c in changes}
+    extra = [
+        Change(str(k), str(k).replace("_", " "), "other", "", None, None, None, None)
+        for k in (*before, *(k for k in after if k not in before))
+        if k not in named
+    ]
+    if not changes and not extra:
+        return _empty("Nothing to compare yet: the means come with the evaluation after training.")
+    groups: dict[str, list[Change]] = {"reward": [], "judge": [], "other": []}
+    for change in (*changes, *extra):
+        kind = {"sub": "reward", "loss": "judge"}.get(change.kind, change.kind)
+        groups.get(kind, groups["other"]).append(change)
+    # A held-out loss that rose within its limit is worse, and not an alarm: its row says so.
+    held = read_signals(run.summary)[0].alarm is False
+    rows = []
+    for kind, members in groups.items():
+        if not members:
+            continue
+        rows.append(f'<tr class="group"><td colspan="6">{_KINDS[kind]}</td></tr>')
+        shared = max((_reach(c) for c in members), default=0.0) if kind == "reward" else None
+        rows += [_row(c, before.get(c.name), after.get(c.name), shared, loss_held=held) for c in members]
+    n = max((c.n for c in changes if c.n), default=None)
+    over = f" over up to {n} prompts" if n else ""
+    return f"""<p class="lede">Means before and after, and the change with its 95 % interval{over}.
+A bar to the right of the line is better, whichever way the number goes. An interval that crosses
+the line shows no clear change.</p>
+<table class="changes"><thead><tr><th>measure</th><th class="num">before</th><th class="num">after</th>
+<th class="num">change [95 % interval]</th><th class="forest"><span class="axis"><span>worse</span>
+<span>better</span></span></th><th></th></tr></thead><tbody>{"".join(rows)}</tbody></table>"""
+
+
+def _reach(change: Change) -> float:
+    ends = (change.mean, change.low, change.high)
+    return max((abs(v) for v in ends if v is not None), default=0.0)
+
+
+def _row(change: Change, before: Any, after: Any, shared: float | None, *, loss_held: bool) -> str:
+    sides = {"good": "\u25b2 better", "bad": "\u25bc worse", "unclear": "no clear change"}
+    side = sides.get(change.side, "no interval")
+    if change.kind == "loss" and change.side == "bad" and loss_held:
+        sides["bad"] = "\u25bc within limit"
+    mean, interval = change.numbers()
+    lower = '<span class="unit">lower is better</span>' if change.better == "down" else ""
+    return (
+        f"<tr><td>{_text(change.label)}{lower}</td>"
+        f'<td class="num" data-h="before">{show(number(before))}</td>'
+        f'<td class="num" data-h="after">{show(number(after))}</td>'
+        f'<td class="num delta">{mean} <span class="interval">{interval}</span></td>'
+        f'<td class="forest">{_forest(change, shared)}</td>'
+        f'<td class="side {change.side}">{side}</td></tr>'
+    )
+
+
+def _forest(change: Change, shared: float | None) -> str:
+    """Bar of the change with a whisker for the interval; better is to the right."""
+    reach = shared or _reach(change)
+    if change.mean is None or not reach:
+        return ""
+    turn = -1 if change.better == "down" else 1
+
+    def at(value: float) -> float:
+        return 50 + 47 * turn * value / reach
+
+    color = {"good": "var(--good)", "bad": "var(--bad)"}.get(change.side, "var(--mid)")
+    left, right = sorted((50.0, at(change.mean)))
+    whisker = ""
+    if change.low is not None and change.high is not None:
+        a, b = sorted((at(change.low), at(change.high)))
+        lines = ((a, b, 11, 11), (a, a, 7, 15), (b, b, 7, 15))
+        whisker = "".join(
+            f'<line x1="{x1:.2f}%" x2="{x2:.2f}%" y1="{y1}" y2="{y2}" stroke="var(--ink)" stroke-width="1.5"/>'
+            for x1, x2, y1, y2 in lines
+        )
+    return (
+        f'<svg aria-hidden="true"><rect x="{left:.2f}%" width="{right - left:.2f}%" y="5" height="12" '
+        f'rx="1.5" fill="{color}" opacity=".8"/>{whisker}'
+        '<line x1="50%" x2="50%" y1="-3" y2="25" stroke="var(--mid)"/></svg>'
+    )
+
+
+# ---------------------------------------------------------------- the rest
+
+
+def _curves(charts: Sequence[plots.Chart]) -> str:
+    if not charts:
+        return _empty("No metrics yet: curves appear after the first update.")
+    figures = "".join(
+        f'<figure class="chart"><h3>{_text(c.title)}</h3><figcaption>{_text(c.caption)}</figcaption>{c.svg}</figure>'
+        for c in charts
+    )
+    return (
+        '<p class="lede">Faint lines are single updates, strong ones a moving average.</p>'
+        f'<div class="charts">{figures}</div>'
+    )
+
+
+def _config(run: Run) -> str:
+    if not run.config:
+        return _empty("config.json is missing.")
+    groups: dict[str, list[tuple[str, Any]]] = {}
+    for key, value in run.config.items():
+        if isinstance(value, dict):
+            groups.setdefault(str(key), []).extend(_leaves(value))
+        else:
+            groups.setdefault("run", []).append((str(key), value))
+    blocks = "".join(
+        f"<div><h3>{_text(name)}</h3><dl>"
+        + "".join(f"<dt>{_text(k)}</dt><dd>{_text(_value(v))}</dd>" for k, v in leaves)
+        + "</dl></div>"
+        for name, leaves in groups.items()
+    )
+    count = sum(map(len, groups.values()))
+    return f'<details><summary>All {count} settings of this run</summary><div class="config">{blocks}</div></details>'
+
+
+def _leaves(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    leaves: list[tuple[str, Any]] = []
+    for key, child in value.items():
+        if isinstance(child, dict) and child:
+            leaves += _leaves(child, f"{prefix}{key}.")
+        else:
+            leaves.append((f"{prefix}{key}", child))
+    return leaves
+
+
+def _value(value: Any) -> str:
+    """A setting as people write it: 1e-05 rather than 0.00001, bare text, lists in one line."""
+    if value is None:
+        return "default"
+    if isinstance(value, str):
+        return value or "\u201c\u201d"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _reproduce(run: Run) -> str:
+    command = run.summary.get("command")
+    if not isinstance(command, str) or not command.strip():
+        return _empty("The command is written down when the run ends.")
+    config = run.summary.get("config_file")
+    source = f" The settings came from <code>{_text(config)}</code>." if config else ""
+    return f'<p class="lede">Run this with an empty working directory.{source}</p><pre>{_text(command.strip())}</pre>'
+
+
+def _glossary() -> str:
+    items = "".join(f"<dt>{_text(k)}</dt><dd>{_text(v)}</dd>" for k, v in _GLOSSARY)
+    return f'<dl class="glossary">{items}</dl>'
+
+
+def _empty(text: str) -> str:
+    return f'<p class="empty">{_text(text)}</p>'

@@ -1,0 +1,19 @@
+"""The trainer's side of the rewards: starting the sidecar, asking it, telling valid scores from others, mixing them.
+
+Needs numpy, httpx and pydantic; knows neither torch nor jax.
+"""
+
+from .client import ConfigurationFault, RewardClient, Scores, Ticket
+from .mixing import total_reward, weighted_names
+from .sidecar import Sidecar, launch
+
+__all__ = [
+    "ConfigurationFault",
+    "RewardClient",
+    "Scores",
+    "Sidecar",
+    "Ticket",
+    "launch",
+    "total_reward",
+    "weighted_names",
+]

@@ -1,0 +1,401 @@
+"""Asks a reward server for scores without ever stopping the training over it.
+
+What the server does wrong becomes a mask and a reason; only a mistake in the configuration (a refused token, a scorer that
+the server does not have) is raised.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+from pydantic import ValidationError
+
+from ddrl_jax.sidecar import protocol
+from ddrl_jax.sidecar.protocol import one_line
+
+from .mixing import scorer_of, weighted_names
+
+if TYPE_CHECKING:
+    from .sidecar import Sidecar
+
+
+log = logging.getLogger("ddrl_jax.rewards")
+
+
+class ConfigurationFault(ValueError):
+    """The user's to mend; asking again would not help."""
+
+
+class _Retryable(Exception):
+    """Worth another attempt: no connection, no answer in time, a 5xx, an answer that is no answer."""
+
+
+class _Final(Exception):
+    """The server's last word on this request."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What came back for a batch of B samples.
+
+    Attributes:
+      scores: name ("digits/text_alignment") -> (B,) float32, NaN where invalid. Empty when nothing came back.
+      valid: (B,) bool: every score with a weight is there and finite.
+      reason: why some or all are invalid, one line; "" when all are valid.
+      seconds: from submit to answer.
+      attempts: how many times the batch was sent.
+    """
+
+    scores: dict[str, np.ndarray]
+    valid: np.ndarray
+    reason: str
+    seconds: float
+    attempts: int = 1
+
+
+class Ticket:
+    """A batch on its way. `result()` waits for it."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._scores: Scores | None = None
+        self._fault: BaseException | None = None
+
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def result(self) -> Scores:
+        """Waits (bounded by the client's timeout). Raises ConfigurationFault, and nothing for faults of the server."""
+        self._done.wait()
+        if self._fault is not None:
+            raise self._fault
+        assert self._scores is not None
+        return self._scores
+
+
+class RewardClient:
+    """Talks cosmos-rl's reward protocol to one server.
+
+    Args:
+      url, token: the server's. A `Sidecar` knows its own: `sidecar.client(...)`.
+      reward_fn: sub-score or scorer -> weight. Decides which scorers are asked and which scores a sample needs to be valid.
+      timeout_s: most seconds for one batch, all attempts together.
+      retries: attempts after the first, for faults that may pass (no connection, 5xx, an unreadable answer).
+      poll_s: seconds between two questions whether the scores are there.
+      fps: frames a second, told to the scorers.
+      media_type: "latent" (B,C,T,h,w), "video" (B,C,T,H,W) in [0,255] or "image" (B,H,W,C) in [0,255].
+      wire: "float32", or "bfloat16" (latents only): half the bytes.
+      sidecar: relaunched, a bounded number of times, when it has died or does not answer in time.
+
+    Raises:
+      ConfigurationFault: a field that cannot be right.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        reward_fn: Mapping[str, float],
+        *,
+        timeout_s: float = 120.0,
+        retries: int = 3,
+        poll_s: float = 0.02,
+        fps: float = 16.0,
+        media_type: Literal["latent", "video", "image"] = "latent",
+        wire: Literal["float32", "bfloat16"] = "float32",
+        sidecar: Sidecar | None = None,
+    ):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigurationFault(f"reward.url: {url!r}; http://HOST:PORT is needed")
+        if not any(reward_fn.values()) or not all(map(math.isfinite, reward_fn.values())):
+            raise ConfigurationFault(
+                f"reward.scorers: {dict(reward_fn)!r}; finite weights are needed, at least one other than 0"
+            )
+        if timeout_s <= 0 or poll_s <= 0 or retries < 0:
+            raise ConfigurationFault(
+                f"reward: timeout_s={timeout_s}, poll_s={poll_s}, retries={retries}; above 0, above 0, at least 0"
+            )
+        if wire == "bfloat16" and media_type != "latent":
+            raise ConfigurationFault(
+                f"reward.wire: 'bfloat16' is for latents, not for media_type {media_type!r}"
+            )
+        self._url, self._token, self._sidecar = url.rstrip("/"), token, sidecar
+        self.reward_fn = dict(reward_fn)
+        # The server is asked for scorers; which sub-scores count, and with what sign, is the trainer's business.
+        self.scorers = tuple(dict.fromkeys(scorer_of(n) for n, w in reward_fn.items() if w))
+        self.timeout_s, self.retries, self.poll_s = timeout_s, retries, poll_s
+        self.fps, self.media_type, self.wire = fps, media_type, wire
+        # A proxy from the environment is for the network, not for this machine.
+        local = parts.hostname in ("127.0.0.1", "localhost", "::1")
+        self._http = httpx.Client(trust_env=not local)
+
+    @property
+    def url(self) -> str:
+        return self._sidecar.url if self._sidecar is not None else self._url
+
+    def close(self) -> None:
+        self._http.close()
+
+    # --- at the start of a run: everything that can be wrong is raised ---
+
+    def ping(self, timeout_s: float = 10.0) -> None:
+        """Checks that the server answers, takes the token and has the scorers. Raises ConfigurationFault if not."""
+        try:
+            answer = self._post(protocol.PING, timeout_s, data={"info_data": "{}"})
+        except _Retryable as error:
+            raise ConfigurationFault(
+                f"reward.url: no reward server at {self.url} ({error}); start one, or set reward.launch = True"
+            ) from None
+        if answer.status_code != 200:
+            raise ConfigurationFault(
+                f"reward.url: {self.url} is no reward server (ping: status {answer.status_code})"
+            )
+        has = self.health(timeout_s).get("scorers")  # cosmos-rl's own server has no /health
+        missing = [s for s in self.scorers if isinstance(has, list) and s not in has]
+        if missing:
+            raise ConfigurationFault(
+                f"reward.scorers: {', '.join(missing)} not served by {self.url}; it has {', '.join(map(str, has or []))}"
+            )
+
+    def health(self, timeout_s: float = 10.0) -> dict[str, Any]:
+        """The server's own account of itself; {"status": "unreachable", "reason"} when there is none. Never raises."""
+        try:
+            answer = self._http.get(self.url + protocol.HEALTH, timeout=timeout_s)
+            fields = answer.json() if answer.status_code == 200 else None
+        except (httpx.HTTPError, ValueError) as error:
+            return {"status": "unreachable", "reason": one_line(f"{type(error).__name__}: {error}")}
+        if not isinstance(fields, dict):
+            return {"status": "unreachable", "reason": f"status {answer.status_code}, no health"}
+        return fields
+
+    # --- every step ---
+
+    def submit(self, latents: np.ndarray, prompts: Sequence[str]) -> Ticket:
+        """Sends a batch and returns at once. latents as `media_type` says, B first; B prompts.
+
+        A sample that holds values that are not finite is not sent (zeros go in its place) and comes back invalid.
+        Raises ValueError when there is not one prompt a sample.
+        """
+        array = np.asarray(latents)
+        if len(prompts) != len(array) or not len(array):
+            raise ValueError(f"prompts: {len(prompts)} of them for a batch of {array.shape}")
+        ticket = Ticket()
+
+        def work() -> None:
+            try:
+                ticket._scores = self._collect(array, list(prompts))
+            except BaseException as error:
+                ticket._fault = error
+            finally:
+                ticket._done.set()
+
+        threading.Thread(target=work, name="reward", daemon=True).start()
+        return ticket
+
+    def _collect(self, array: np.ndarray, prompts: list[str]) -> Scores:
+        began = time.monotonic()
+        deadline = began + self.timeout_s
+        count = len(array)
+        finite = np.isfinite(array.reshape(count, -1)).all(1)
+        reason, attempt = "", 0
+        if not finite.any():
+            return self._masked(count, "no sample is finite", began, 0)
+        body = self._encode(array, finite, prompts)
+        for attempt in range(1, self.retries + 2):
+            seen = self._sidecar.generation if self._sidecar is not None else 0
+            try:
+                columns = self._once(body, count, deadline)
+                break
+            except _Final as error:
+                return self._masked(count, str(error), began, attempt)
+            except _Retryable as error:
+                reason = str(error)
+            late = time.monotonic() >= deadline
+            if self._sidecar is not None and (late or not self._sidecar.alive()):
+                # Late: it hangs. This batch is lost, the next one shall find a server that answers.
+                told = self._sidecar.relaunch(seen)
+                reason += f"; {told}" if told else ""
+            log.warning("rewards, attempt %d of %d: %s", attempt, self.retries + 1, one_line(reason))
+            if late or attempt > self.retries:
+                return self._masked(count, reason, began, attempt)
+            time.sleep(max(0.0, min(0.1 * 2**attempt, 2.0, deadline - time.monotonic())))
+        try:
+            needed = list(weighted_names(self.reward_fn, columns))
+        except KeyError as error:
+            return self._masked(count, f"the server's scores lack one: {error.args[0]}", began, attempt)
+        for column in columns.values():
+            column[~finite] = np.nan
+        valid = np.all([np.isfinite(columns[n]) for n in needed], axis=0)
+        reasons = []
+        if not finite.all():
+            reasons.append(f"{int((~finite).sum())} of {count} samples are not finite")
+        for name in needed:
+            bad = int((~np.isfinite(columns[name]) & finite).sum())
+            if bad:
+                reasons.append(f"{bad} of {count} scores {name} are not finite")
+        return Scores(columns, valid, "; ".join(reasons), time.monotonic() - began, attempt)
+
+    def _masked(self, count: int, reason: str, began: float, attempts: int) -> Scores:
+        seconds = time.monotonic() - began
+        return Scores({}, np.zeros(count, bool), one_line(reason), seconds, attempts)
+
+    def _encode(self, array: np.ndarray, finite: np.ndarray, prompts: list[str]) -> bytes:
+        if array.dtype != np.uint8:
+            array = np.asarray(array, np.float32)
+        if not finite.all():
+            array = np.where(finite.reshape(-1, *[1] * (array.ndim - 1)), array, np.float32(0))
+        if self.wire == "bfloat16":
+            array = protocol.to_bfloat16_bytes(array)
+        header = protocol.EnqueueHeader(
+            prompts=prompts,
+            reward_fn=dict.fromkeys(self.scorers, 1.0),
+            video_infos=[{"video_fps": self.fps}] * len(prompts),
+            media_type=self.media_type,
+        )
+        return protocol.encode_request(header, array)
+
+    def _once(self, body: bytes, count: int, deadline: float) -> dict[str, np.ndarray]:
+        """One attempt: enqueue, then pull each scorer until it is there."""
+        while True:
+            answer = self._post(protocol.ENQUEUE, deadline - time.monotonic(), content=body)
+            if answer.status_code != 429:
+                break
+            self._wait(deadline, _retry_after(answer), "the server's queue is full")
+        if answer.status_code != 200:
+            raise _Final(f"the server refused the batch: {answer.status_code} {_message(answer)}")
+        try:
+            taken = protocol.EnqueueAnswer.model_validate(answer.json())
+        except ValueError:
+            raise _Retryable(f"garbage instead of a uuid: {one_line(answer.text, 80)!r}") from None
+        columns: dict[str, np.ndarray] = {}
+        for scorer in self.scorers:
+            columns |= self._pull(taken, scorer, count, deadline)
+        return columns
+
+    def _pull(
+        self, taken: protocol.EnqueueAnswer, scorer: str, count: int, deadline: float
+    ) -> dict[str, np.ndarray]:
+        headers = {protocol.REPLICA_HEADER: taken.replica_id} if taken.replica_id else {}
+        while True:
+            left = deadline - time.monotonic()
+            answer = self._post(
+                protocol.PULL, min(left, 30.0), data={"uuid": taken.uuid, "type": scorer}, headers=headers
+            )
+            if answer.status_code == 200:
+                return _columns(answer, scorer, count)
+            if answer.status_code == 404:
+                raise _Retryable("the server no longer knows the batch (it was restarted?)")
+            if answer.status_code == 429:
+                self._wait(deadline, _retry_after(answer), "the server asks for patience")
+            elif answer.status_code == 400:
+                self._wait(deadline, self.poll_s, "still pending")
+            else:
+                raise _Final(f"scoring failed: {answer.status_code} {_message(answer)}")
+
+    def _wait(self, deadline: float, seconds: float, why: str) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise _Retryable(f"no scores within {self.timeout_s:g} s ({why})")
+        if self._sidecar is not None and not self._sidecar.alive():
+            raise _Retryable("the sidecar died while it was scoring")
+        time.sleep(min(seconds, left))
+
+    def _post(self, path: str, timeout: float, **request: Any) -> httpx.Response:
+        if timeout <= 0:
+            raise _Retryable(f"no scores within {self.timeout_s:g} s")
+        if self._sidecar is not None:
+            self._token = self._sidecar.token
+        headers: dict[str, Any] = request.pop("headers", {})
+        if self._token:
+            headers = {**headers, "Authorization": f"Bearer {self._token}".encode()}
+        try:
+            answer = self._send(self.url + path, timeout, headers, request)
+        except (httpx.HTTPError, OSError) as error:
+            raise _Retryable(one_line(f"{type(error).__name__}: {error}", 160)) from None
+        if answer.status_code in (401, 403):
+            raise ConfigurationFault(
+                f"reward.token: {self.url} refuses it ({answer.status_code}); it must be the server's own"
+            )
+        if answer.status_code >= 500:
+            raise _Retryable(f"server error: {answer.status_code} {_message(answer)}")
+        return answer
+
+    def _send(
+        self, url: str, timeout: float, headers: dict[str, Any], request: dict[str, Any]
+    ) -> httpx.Response:
+        """One HTTP exchange. httpx bounds each read; the whole answer is bounded here: a server that drips bytes counts as hanging."""
+        end, limit = time.monotonic() + timeout, 64 << 20
+        with self._http.stream("POST", url, timeout=timeout, headers=headers, **request) as answer:
+            content = bytearray()
+            for chunk in answer.iter_bytes():
+                content += chunk
+                if time.monotonic() > end:
+                    raise httpx.ReadTimeout(f"the answer took longer than {timeout:.3g} s")
+                if len(content) > limit:
+                    raise httpx.DecodingError(f"an answer of more than {limit} bytes")
+        return httpx.Response(answer.status_code, headers=_plain(answer), content=bytes(content))
+
+
+def _plain(answer: httpx.Response) -> dict[str, str]:
+    """The one header that matters here; the encoding is undone already."""
+    return {"retry-after": answer.headers["retry-after"]} if "retry-after" in answer.headers else {}
+
+
+def _retry_after(answer: httpx.Response) -> float:
+    try:
+        return min(max(float(answer.headers.get("retry-after", 1.0)), 0.05), 30.0)
+    except ValueError:
+        return 1.0
+
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        fields = answer.json()
+    except ValueError:
+        return one_line(answer.text, 160)
+    if isinstance(fields, dict):
+        return one_line(fields.get("message", fields.get("detail", fields)), 240)
+    return one_line(fields, 160)
+
+
+def _columns(answer: httpx.Response, scorer: str, count: int) -> dict[str, np.ndarray]:
+    """Numeric columns of an answer, by full name. What is no list of numbers (labels, nested groups) is not a score."""
+    try:
+        fields = json.loads(answer.content)
+        scores = protocol.PullAnswer.model_validate(fields).scores
+    except (ValueError, ValidationError, RecursionError):
+        raise _Retryable(f"garbage instead of scores: {one_line(answer.text, 80)!r}") from None
+    columns = {}
+    for name, values in scores.items():
+        if not isinstance(values, list) or not all(
+            v is None or (isinstance(v, int | float) and not isinstance(v, bool)) for v in values
+        ):
+            continue
+        full = name if name.startswith(f"{scorer}/") else f"{scorer}/{name}"
+        if len(values) != count:
+            raise _Final(f"{full} has {len(values)} values for {count} samples")
+        column = np.array([np.nan if v is None else _as_float(v) for v in values], np.float64)
+        with np.errstate(over="ignore"):
+            column = column.astype(np.float32)
+        columns[full] = np.where(np.isfinite(column), column, np.float32(np.nan))
+    if not columns:
+        raise _Final(f"no scores of {scorer} in the answer: {one_line(answer.text, 80)!r}")
+    return columns
+
+
+def _as_float(value: int | float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

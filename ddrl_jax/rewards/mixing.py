@@ -1,0 +1,65 @@
+"""From named sub-scores to one reward a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+
+def scorer_of(name: str) -> str:
+    """`digits/overall` and `digits` are both the business of the scorer `digits`."""
+    return name.partition("/")[0]
+
+
+def resolve_name(name: str, available: Iterable[str]) -> str:
+    """The sub-score that a weight is for. A bare scorer name means its `overall`, or its only sub-score.
+
+    Raises KeyError, in one line, when there is none.
+    """
+    names = list(available)
+    if name in names:
+        return name
+    if "/" not in name:
+        own = [n for n in names if scorer_of(n) == name]
+        if f"{name}/overall" in own:
+            return f"{name}/overall"
+        if len(own) == 1:
+            return own[0]
+    raise KeyError(f"no score {name!r} among {', '.join(sorted(names)) or 'none'}")
+
+
+def weighted_names(weights: Mapping[str, float], available: Iterable[str]) -> dict[str, float]:
+    """Sub-score -> weight, for every weight that is not 0."""
+    names = list(available)
+    mixed: dict[str, float] = {}
+    for name, weight in weights.items():
+        if weight:
+            full = resolve_name(name, names)
+            mixed[full] = mixed.get(full, 0.0) + float(weight)
+    return mixed
+
+
+def total_reward(
+    scores: Mapping[str, np.ndarray], weights: Mapping[str, float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Weighted sum of sub-scores.
+
+    Args:
+      scores: name -> (B,) float; NaN where a sample has none.
+      weights: sub-score or scorer -> weight (`resolve_name`).
+
+    Returns:
+      reward: (B,) float32, NaN where invalid.
+      valid: (B,) bool: every sub-score with a weight is finite. Nothing is ever counted as 0.
+
+    Raises:
+      KeyError: a weight names a score that is not there.
+    """
+    mixed = weighted_names(weights, scores)
+    if not mixed:
+        raise KeyError("no score has a weight other than 0")
+    total = sum(np.float64(w) * np.asarray(scores[n], np.float64) for n, w in mixed.items())
+    total = np.asarray(total)
+    valid = np.isfinite(total)
+    return np.where(valid, total, np.nan).astype(np.float32), valid

@@ -1,0 +1,1 @@
+"""Advantages, ratios, objectives, losses and hacking signals. Pure functions: JAX and chex only."""

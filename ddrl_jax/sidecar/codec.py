@@ -1,0 +1,81 @@
+"""From what came over the wire to video in [-1, 1]. The codec is chosen where the server starts, never by a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Unshuffle:
+    """Inverse of the trainer's lossless space-to-depth codec.
+
+    Latent channel (c*factor + dy)*factor + dx holds pixel (y*factor + dy, x*factor + dx) of channel c, normalised as
+    (v - mean) / std.
+    """
+
+    factor: int
+    mean: float = 0.0
+    std: float = 1.0
+
+    def decode(self, latents_BCTHW: np.ndarray) -> np.ndarray:
+        """Latents (B, C*f*f, T, h, w) -> video (B, C, T, h*f, w*f), float32, not clipped."""
+        f = self.factor
+        b, c, t, h, w = latents_BCTHW.shape
+        if c % (f * f):
+            raise ValueError(
+                f"latent channels: {c} is no multiple of factor^2 = {f * f} (codec unshuffle)"
+            )
+        x = latents_BCTHW.astype(np.float32) * np.float32(self.std) + np.float32(self.mean)
+        x = x.reshape(b, c // (f * f), f, f, t, h, w)
+        return x.transpose(0, 1, 4, 5, 2, 6, 3).reshape(b, c // (f * f), t, h * f, w * f)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Latents that are video already, in [-1, 1]."""
+
+    def decode(self, latents_BCTHW: np.ndarray) -> np.ndarray:
+        return latents_BCTHW.astype(np.float32)
+
+
+Codec = Unshuffle | Identity
+
+_FIELDS: dict[str, dict[str, Callable[[str], float]]] = {
+    "identity": {},
+    "unshuffle": {"factor": int, "mean": float, "std": float},
+}
+
+
+def parse_codec(text: str) -> Codec:
+    """`identity` or `unshuffle:factor=2,mean=-0.7,std=0.6`. Raises ValueError in one line."""
+    name, _, rest = text.partition(":")
+    if name not in _FIELDS:
+        raise ValueError(f"codec: {text!r}; one of {', '.join(_FIELDS)} is needed")
+    known, values = _FIELDS[name], {}
+    for part in filter(None, rest.split(",")):
+        key, _, value = part.partition("=")
+        if key not in known:
+            raise ValueError(f"codec: {name} has no option {key!r}; it has {', '.join(known) or 'none'}")
+        try:
+            values[key] = known[key](value)
+        except ValueError:
+            raise ValueError(f"codec: {key}={value!r} is not a number of type {known[key].__name__}") from None
+    if name == "identity":
+        return Identity()
+    if values.get("factor", 0) < 1:
+        raise ValueError(f"codec: {text!r}; unshuffle needs factor=N with N at least 1")
+    if not np.isfinite(values.get("mean", 0.0)) or not 0 < values.get("std", 1.0) < np.inf:
+        raise ValueError(f"codec: {text!r}; mean must be finite, std finite and above 0")
+    return Unshuffle(**values)  # type: ignore[arg-type]
+
+
+def to_video(array: np.ndarray, media_type: str, codec: Codec) -> np.ndarray:
+    """Any media type -> float32 (B, C, T, H, W) in [-1, 1] (latents are clipped: scorers only know pictures)."""
+    if media_type == "latent":
+        return np.clip(codec.decode(array), -1.0, 1.0)
+    if media_type == "image":
+        array = array.transpose(0, 3, 1, 2)[:, :, None]
+    return np.ascontiguousarray(array, np.float32) / np.float32(127.5) - np.float32(1.0)

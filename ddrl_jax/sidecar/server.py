@@ -1,0 +1,216 @@
+"""The HTTP face of the sidecar: cosmos-rl's reward protocol on FastAPI, one process, loopback unless told otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Form, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+
+from .protocol import ENQUEUE, HEALTH, PING, PULL, Limits, ProtocolError, decode_request, one_line
+from .worker import QueueFullError, Worker
+
+log = logging.getLogger("ddrl_jax.sidecar")
+
+
+class Draining:
+    """Set once a graceful stop has begun: nothing new is taken, what was taken is finished and handed out."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+
+def make_app(worker: Worker, limits: Limits, token: str, draining: Draining, replica_id: str = "") -> FastAPI:
+    """The application. An empty token means that anyone who reaches the port may ask."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    expected = f"Bearer {token}".encode()
+
+    def refuse(request: Request, status: int, message: str, **headers: str) -> JSONResponse:
+        log.warning("%s %s: %d %s", request.method, request.url.path, status, one_line(message))
+        return JSONResponse({"message": one_line(message)}, status, headers=headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def bad_form(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:])
+        return refuse(request, 422, f"{where}: {first['msg']}")
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        # Starlette's own refusals (no such path, form too broken to read). 400 is kept for "pending".
+        return refuse(request, 422 if error.status_code == 400 else error.status_code, str(error.detail))
+
+    @app.middleware("http")
+    async def authorise(request: Request, call_next: Any) -> Any:
+        given = request.headers.get("authorization", "").encode("latin-1")  # the bytes as sent
+        if token and request.url.path != HEALTH and not hmac.compare_digest(given, expected):
+            return refuse(request, 401, "token: missing or wrong; send Authorization: Bearer TOKEN")
+        return await call_next(request)
+
+    @app.post(ENQUEUE)
+    async def enqueue(request: Request) -> JSONResponse:
+        if draining.on:
+            return refuse(request, 503, "server: stopping, takes nothing new")
+        too_large = f"body: larger than the limit of {limits.body_bytes} bytes"
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) > limits.body_bytes:
+            return refuse(request, 413, too_large)
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limits.body_bytes:
+                return refuse(request, 413, too_large)
+        try:
+            header, array = await run_in_threadpool(decode_request, bytes(body), limits)
+            uuid = worker.add(header, array)
+        except QueueFullError as error:
+            return refuse(request, 429, str(error), **{"Retry-After": "1"})
+        except ProtocolError as error:
+            return refuse(request, error.status, str(error))
+        except ValueError as error:
+            return refuse(request, 422, str(error))
+        answer = {"uuid": uuid}
+        if replica_id:
+            answer["replica_id"] = replica_id
+        return JSONResponse(answer)
+
+    @app.post(PULL)
+    async def pull(
+        request: Request, uuid: str = Form(...), type: str | None = Form(None)
+    ) -> JSONResponse:
+        status, answer = worker.get(uuid, type)
+        if status in (200, 400):  # pending is not worth a line
+            return JSONResponse(answer, status)
+        return refuse(request, status, answer["message"])
+
+    @app.post(PING)
+    async def ping(info_data: str = Form(...)) -> dict[str, str]:
+        return {"message": "Ping request received"}
+
+    @app.get(HEALTH)
+    async def health() -> dict[str, Any]:
+        return {
+            "status": "stopping" if draining.on else "ok",
+            "scorers": list(worker.scorers),
+            "pending": worker.pending,
+            "scored": worker.scored,
+            "failed": worker.failed,
+        }
+
+    return app
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, but the first SIGTERM or SIGINT lets the queue run empty; the second stops at once."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker, draining: Draining, grace: float):
+        super().__init__(config)
+        self.worker, self.draining, self.grace = worker, draining, grace
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        if self.draining.on:
+            self.force_exit = self.should_exit = True
+            return
+        self.draining.on = True
+        log.info("signal %d: finishing %d requests", sig, self.worker.pending)
+        threading.Thread(target=self._drain_then_exit, daemon=True).start()
+
+    def _drain_then_exit(self) -> None:
+        self.worker.drain(self.grace)
+        self.should_exit = True
+
+
+def bind(host: str, port: int, token: str) -> socket.socket:
+    """A listening socket. Raises ValueError, in one line, for a port that is taken and for an open door to the network."""
+    if not token and host not in ("127.0.0.1", "localhost", "::1"):
+        raise ValueError(
+            f"host: {host!r} is reachable from other machines and there is no token; "
+            "name the variable that holds one with --token-env, or use 127.0.0.1"
+        )
+    if not 0 <= port < 65536:
+        raise ValueError(f"port: {port} is outside 0..65535")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    if os.name == "posix":  # a port just left by a server of ours is free
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(128)
+    except OSError as error:
+        sock.close()
+        raise ValueError(
+            f"port: {port} on {host} cannot be had ({error.strerror}); choose another, or 0 for any free one"
+        ) from None
+    return sock
+
+
+def exit_with_parent(parent: int) -> None:
+    """Ends this process as soon as `parent` is gone, however it went (kill -9 included)."""
+    try:  # Linux: at once, by the kernel
+        import ctypes
+
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    except (OSError, AttributeError):
+        pass
+
+    def watch() -> None:  # elsewhere, and for a parent that went before the line above
+        while os.getppid() == parent:
+            time.sleep(0.25)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def write_ready(path: str, fields: dict[str, Any]) -> None:
+    """Atomically: a reader sees the whole file or none."""
+    partial = f"{path}.{os.getpid()}"
+    with open(partial, "w") as file:
+        json.dump(fields, file)
+    os.replace(partial, path)
+
+
+def serve(
+    sock: socket.socket,
+    worker: Worker,
+    *,
+    limits: Limits,
+    token: str,
+    ready_file: str = "",
+    replica_id: str = "",
+    grace: float = 30.0,
+) -> None:
+    """Answers until SIGTERM. Prints one JSON line with host, port, pid and scorers (also to `ready_file`) once it does."""
+    draining = Draining()
+    app = make_app(worker, limits, token, draining, replica_id)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=5
+    )
+    server = _Server(config, worker, draining, grace)
+    host, port = sock.getsockname()[:2]
+    ready = {"host": host, "port": port, "pid": os.getpid(), "scorers": list(worker.scorers)}
+
+    async def main() -> None:
+        running = asyncio.ensure_future(server.serve(sockets=[sock]))
+        while not server.started and not running.done():
+            await asyncio.sleep(0.01)
+        if server.started:
+            print(json.dumps(ready), flush=True)
+            if ready_file:
+                write_ready(ready_file, ready)
+        await running
+
+    asyncio.run(main())

@@ -1,0 +1,637 @@
+"""The run, read top to bottom: set-up, sidecar, pre-training, DDRL, the end. The libraries below never import it.
+
+One iteration of DDRL (paper, sec. 4; DESIGN "One iteration"): jitted rollout -> x0 to the sidecar -> the data-loss
+gradient while rewards are computed -> rewards -> advantages -> the policy gradient, accumulated over trained steps and
+micro-batches -> one clipped AdamW step -> EMA. Everything random is fold_in(key, step) and the data of step n is a pure
+function of (seed, n), so the step is all that a resumed run needs to know.
+
+Dims: B rollouts, G conditions, N rollouts a condition (B = G N), K trained steps, M data draws, U updates an iteration,
+m rollouts a micro-batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from ddrl_jax import build, rewards, state
+from ddrl_jax.checkpoint.manager import Checkpoints
+from ddrl_jax.config import ConfigError, check_same_run, to_json
+from ddrl_jax.data import digits, pipeline
+from ddrl_jax.diffusion.sampler import Trajectory, sample, step_mean
+from ddrl_jax.logbook import Logbook
+from ddrl_jax.parallel import mesh as mesh_lib
+from ddrl_jax.rl.advantages import group_advantages
+from ddrl_jax.rl.loss import DataBatch, loss_fn
+from ddrl_jax.rl.objective import Objective
+
+# One stream of random numbers a purpose, all from the config's seed.
+INIT, PRETRAIN, ROLLOUT, DATA = range(4)
+
+
+class RunStopped(RuntimeError):
+    """The run ended itself: invalid rewards, non-finite steps, or a replay that disagrees with the rollout."""
+
+
+class Evaluator(Protocol):
+    """What `evaluate.Evaluator` is to this module, which does not know it."""
+
+    def __call__(self, params: Any, step: int, *, full: bool) -> dict[str, float]: ...
+
+
+# ------------------------------------------------------------------------------------------------- gradients
+
+
+def micro_batches(x_BX: jax.Array, count: int, group: int) -> jax.Array:
+    """(B, ...) -> (count, B/count, ...), groups whole: micro-batch i holds groups i, i + count, i + 2 count, ...
+
+    Strided, so that a batch cut over devices stays where it is.
+    """
+    shape = x_BX.shape[1:]
+    return jnp.moveaxis(x_BX.reshape(-1, count, group, *shape), 1, 0).reshape(count, -1, *shape)
+
+
+def slice_trajectory(trajectory: Trajectory, k: jax.Array, pick: Callable[[jax.Array], jax.Array]) -> Trajectory:
+    """Recorded step k alone (K = 1), rollouts chosen by `pick` on arrays with a leading B."""
+
+    def at(x: jax.Array | None, rollouts: bool) -> jax.Array | None:
+        if x is None:
+            return None
+        x = jax.lax.dynamic_index_in_dim(x, k, 0, keepdims=False)
+        return (pick(x) if rollouts else x)[None]
+
+    return dataclasses.replace(
+        trajectory,
+        **{f: at(getattr(trajectory, f), True) for f in ("x", "x_next", "mean_old", "prev_x0")},
+        **{f: at(getattr(trajectory, f), False) for f in ("sigma", "sigma_next", "std", "prev_sigma", "step")},
+        init_noise=None if trajectory.init_noise is None else pick(trajectory.init_noise),
+    )
+
+
+def _accumulate(
+    gradient: Callable[[Any], tuple[tuple[jax.Array, dict], Any]], params: Any, items: Any, count: int
+) -> tuple[jax.Array, dict, Any]:
+    """Mean loss, metrics and gradient over a scan of `count` equal parts; `*_max` metrics take the largest."""
+
+    def body(carry: Any, item: Any) -> tuple[Any, Any]:
+        (loss, metrics), grads = gradient(item)
+        return jax.tree.map(jnp.add, carry, grads), (loss, {k: v for k, v in metrics.items() if k != "parts"})
+
+    grads, (losses, metrics) = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), items)
+    mean = {k: jnp.max(v) if k.endswith("_max") else jnp.mean(v) for k, v in metrics.items()}
+    return jnp.mean(losses), mean, jax.tree.map(lambda g: g / count, grads)
+
+
+def policy_gradient(
+    params: Any,
+    trajectory: Trajectory,
+    adv_B: jax.Array,
+    weight_B: jax.Array,
+    context_GSD: jax.Array,
+    *,
+    setup: build.Setup,
+    micro_batch: int,
+    ref_params: Any = None,
+) -> tuple[jax.Array, dict, Any]:
+    """Loss, metrics and gradient of the policy term (and the reverse KL, where asked for): a scan over K x B/m.
+
+    Equals jax.grad(loss_fn) of the whole batch up to summation order (tests/test_train.py).
+    """
+    group = adv_B.shape[0] // context_GSD.shape[0]
+    parts, steps = adv_B.shape[0] // micro_batch, trajectory.step.shape[0]
+    objective = dataclasses.replace(setup.objective, data_beta=0.0)
+
+    def gradient(item: Any) -> Any:
+        k, i = item
+
+        def pick(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(micro_batches(x, parts, group), i, 0, keepdims=False)
+
+        def loss(p: Any) -> Any:
+            cond = build.cond(jax.lax.dynamic_index_in_dim(micro_batches(context_GSD, parts, 1), i, 0, keepdims=False))
+            return loss_fn(
+                p,
+                slice_trajectory(trajectory, k, pick),
+                pick(adv_B),
+                cond,
+                None,
+                None,
+                denoise=setup.denoise,
+                process=setup.process,
+                objective=objective,
+                ref_params=ref_params,
+                sample_weight=pick(weight_B),
+            )
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    items = (jnp.repeat(jnp.arange(steps), parts), jnp.tile(jnp.arange(parts), steps))
+    return _accumulate(gradient, params, items, steps * parts)
+
+
+def data_gradient(
+    params: Any,
+    rng: jax.Array,
+    x0_GX: jax.Array,
+    context_GSD: jax.Array,
+    trajectory: Trajectory | None,
+    *,
+    setup: build.Setup,
+    objective: Objective,
+    group: int,
+    micro_batch: int,
+) -> tuple[jax.Array, dict, Any]:
+    """Loss, metrics and gradient of the data loss; needs no reward. A condition's N rollouts share x0.
+
+    data_levels "training": one pass of M draws over the rollouts. "rollout": at every trained step, at the rollout's
+    level with its initial noise (Table 3's full variant), a scan over K as well.
+    """
+    parts = x0_GX.shape[0] * group // micro_batch
+    rollout_levels = objective.data_levels == "rollout"
+    steps = trajectory.step.shape[0] if rollout_levels and trajectory is not None else 1
+
+    def gradient(item: Any) -> Any:
+        k, i = item
+
+        def pick(x: jax.Array, size: int = 1) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(micro_batches(x, parts, size), i, 0, keepdims=False)
+
+        x0_BX = jnp.repeat(pick(x0_GX), group, axis=0)
+        data = DataBatch(x0=x0_BX, cond=build.cond(pick(context_GSD)), null_cond=setup.null_cond)
+        if rollout_levels:
+            assert trajectory is not None and trajectory.init_noise is not None, "rollout levels need the rollout"
+            sigma = jax.lax.dynamic_index_in_dim(trajectory.sigma, k, 0, keepdims=False)
+            data = dataclasses.replace(
+                data, sigma=jnp.full((1, micro_batch), sigma), noise=pick(trajectory.init_noise, group)
+            )
+
+        def loss(p: Any) -> Any:
+            return loss_fn(
+                p,
+                None,
+                None,
+                None,
+                data,
+                jax.random.fold_in(rng, k * parts + i),
+                denoise=setup.denoise,
+                process=setup.process,
+                objective=objective,
+            )
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    items = (jnp.repeat(jnp.arange(steps), parts), jnp.tile(jnp.arange(parts), steps))
+    return _accumulate(gradient, params, items, steps * parts)
+
+
+def replay_gap(params: Any, trajectory: Trajectory, context_GSD: jax.Array, setup: build.Setup) -> jax.Array:
+    """(K,) max |mean - mean_old| / std of the replayed policy: rollout and training must be the same function."""
+
+    def gap(part: Trajectory) -> jax.Array:
+        mean, _ = step_mean(
+            params,
+            part.x,
+            part.sigma,
+            part.sigma_next,
+            part.prev_x0,
+            part.prev_sigma,
+            build.cond(context_GSD),
+            denoise=setup.denoise,
+            process=setup.process,
+            num_steps=trajectory.num_steps,
+        )
+        return jnp.max(jnp.abs(mean - part.mean_old)) / part.std
+
+    return jax.lax.map(gap, dataclasses.replace(trajectory, init_noise=None))
+
+
+# ------------------------------------------------------------------------------------------------------ run
+
+
+def run(config: ConfigDict, workdir: Path, make_evaluator: Callable[..., Evaluator]) -> bool:
+    """Pre-trains, then runs DDRL; resumes what `workdir` holds. Returns False when SIGTERM ended it early.
+
+    Args:
+      config: validated (`config.validate`).
+      workdir: made if it is missing; a run of another config is refused.
+      make_evaluator: evaluate.Evaluator; handed in, so that neither module knows the other.
+
+    Raises:
+      ConfigError: bad input. RunStopped: the run ended itself; its last state is saved.
+    """
+    # --- set-up --------------------------------------------------------------------------------------------
+    for line in check_same_run(config, workdir):
+        print(line)
+    setup = build.build(config)
+    workdir.mkdir(parents=True, exist_ok=True)
+    if jax.process_index() == 0 and not (workdir / "config.json").exists():
+        (workdir / "config.json").write_text(to_json(config))
+    book = Logbook(
+        workdir,
+        primary=jax.process_index() == 0,
+        tensorboard=config.log.tensorboard,
+        wandb=config.log.wandb,
+    )
+    terminated: list[int] = []
+    previous = signal.signal(signal.SIGTERM, lambda number, _: terminated.append(number))
+    try:
+        with build.open_rewards(config, workdir, book) as client:
+            evaluator = make_evaluator(config, setup, client, workdir, book)
+            params = pretrain(config, setup, workdir, book, lambda: bool(terminated))
+            return params is not None and reinforce(
+                config, setup, workdir, book, client, evaluator, params, lambda: bool(terminated)
+            )
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        book.close()
+
+
+# --------------------------------------------------------------------------------------------- pre-training
+
+
+def pretrain(
+    config: ConfigDict, setup: build.Setup, workdir: Path, book: Logbook, stop: Callable[[], bool]
+) -> Any | None:
+    """The base model's parameters (the EMA's): restored, trained here, or another run's. None when stopped early."""
+    key = jax.random.key(config.seed)
+    optimizer, exponent = build.optimizer(config.pretrain), build.ema_exponent(config.pretrain)
+    first = build.train_state(setup, build.init_params(config, setup, jax.random.fold_in(key, INIT)), optimizer, exponent)
+
+    source = Path(config.pretrain.from_run) / "checkpoints/pretrain" if config.pretrain.from_run else None
+    if source is not None:
+        if not source.is_dir():
+            raise ConfigError(
+                f"config.pretrain.from_run={config.pretrain.from_run!r}: holds no checkpoints/pretrain; "
+                "make it with --config.train.steps=0 --workdir=" + config.pretrain.from_run
+            )
+        # Another run's base: read, never written to.
+        restored = Checkpoints(source, read_only=True).restore(first)
+        if restored is None:
+            raise ConfigError(f"config.pretrain.from_run={config.pretrain.from_run!r}: holds no finished checkpoint")
+        book.say(f"pre-training: step {restored[0]} of {config.pretrain.from_run}")
+        return _trained(restored[1])
+
+    checkpoints = Checkpoints(workdir / "checkpoints/pretrain", keep=1)
+    restored = checkpoints.restore(first)
+    train_state = restored[1] if restored else first
+    step, total = int(train_state.step), config.pretrain.steps
+    if step < total:
+        book.forget_from("pretrain", step)
+        objective = Objective(data_beta=1.0, cond_dropout=config.pretrain.cond_dropout)
+        data_key = jax.random.fold_in(key, PRETRAIN)
+
+        @jax.jit
+        def update(s: state.TrainState, x0_BX: jax.Array, context_BSD: jax.Array) -> Any:
+            loss, _, grads = data_gradient(
+                s.params,
+                jax.random.fold_in(data_key, s.step),
+                x0_BX,
+                context_BSD,
+                None,
+                setup=setup,
+                objective=objective,
+                group=1,
+                micro_batch=min(config.train.micro_batch, config.pretrain.batch_size),
+            )
+            s, metrics = state.apply_gradients(s, grads, loss, optimizer, ema_exponent=exponent)
+            return s, metrics | {"loss": loss, "skipped_in_a_row": s.skipped_in_a_row}
+
+        batches = _read_ahead(clip_dataset(config, setup, config.pretrain.batch_size), step)
+        pending, started = None, time.perf_counter()
+        with book.progress("pre-training", total, step) as advance:
+            while step < total and not stop():
+                batch = next(batches)
+                train_state, metrics = update(
+                    train_state,
+                    build.to_global(setup.mesh, setup.codec.encode(batch["video"])),
+                    build.to_global(setup.mesh, setup.context(batch["caption"])),
+                )
+                # The metrics of the step before: reading this one's would make dispatch wait.
+                if pending is not None:
+                    _log_pretrain(book, *pending, total)
+                    _check_finite(pending[1], config.train.max_skipped_in_a_row)
+                now = time.perf_counter()
+                pending, started = (step, metrics, now - started), now
+                step += 1
+                advance()
+                if step % config.checkpoint.pretrain_every == 0 or step == total:
+                    _log_pretrain(book, *pending, total)
+                    pending = None
+                    if step < total:
+                        checkpoints.save(step, train_state)
+            if pending is not None:
+                _log_pretrain(book, *pending, total)
+        checkpoints.save(step, train_state, wait=True)
+    checkpoints.close()
+    return _trained(train_state) if step >= total else None
+
+
+def _log_pretrain(book: Logbook, step: int, metrics: dict, seconds: float, total: int) -> None:
+    values = {k: float(metrics[k]) for k in ("loss", "grad_norm", "skipped")}
+    book.write("pretrain", step, values | {"seconds": seconds})
+    if (step + 1) % 100 == 0 or step + 1 == total:
+        book.say(f"pre-training {step + 1}/{total}  loss {values['loss']:.4f}  {seconds:.3f} s a step")
+
+
+# ---------------------------------------------------------------------------------------------------- DDRL
+
+
+def reinforce(
+    config: ConfigDict,
+    setup: build.Setup,
+    workdir: Path,
+    book: Logbook,
+    client: rewards.RewardClient,
+    evaluator: Evaluator,
+    base_params: Any,
+    stop: Callable[[], bool],
+) -> bool:
+    """DDRL from `base_params` up to train.steps iterations, evaluations included. False when stopped early."""
+    ro, objective = config.rollout, setup.objective
+    batch, group, updates = ro.conditions * ro.group_size, ro.group_size, config.train.updates_per_rollout
+    policy_on = config.objective.name != "sft"
+    rollout_levels = objective.data_beta > 0 and objective.data_levels == "rollout"
+    key = jax.random.key(config.seed)
+    optimizer, exponent = build.optimizer(config.train), build.ema_exponent(config.train)
+    # The reference is the base itself and exists only where a KL to it is asked for.
+    ref_params = base_params if objective.kl_beta > 0 else None
+    held = ["policy"] + ["EMA"] * (exponent is not None) + ["reference"] * (ref_params is not None)
+    book.say(f"{config.objective.name}: {batch} rollouts an iteration; networks held: {', '.join(held)}")
+
+    # --- update step ---------------------------------------------------------------------------------------
+    def rollout(params: Any, step: jax.Array, context_GSD: jax.Array, keep_mean: bool = False) -> Any:
+        x0, trajectory = sample(
+            params,
+            jax.random.fold_in(jax.random.fold_in(key, ROLLOUT), step),
+            build.cond(context_GSD),
+            denoise=setup.denoise,
+            process=setup.process,
+            shape=(batch, *setup.latent_shape),
+            num_steps=ro.num_steps,
+            record=tuple(ro.trained_steps),
+            keep_mean=keep_mean or updates > 1,
+        )
+        x0 = jax.lax.with_sharding_constraint(x0, mesh_lib.batch_sharding(setup.mesh))
+        return x0, trajectory if rollout_levels else dataclasses.replace(trajectory, init_noise=None)
+
+    def data_step(s: state.TrainState, step: jax.Array, u: jax.Array, x0_GX: Any, context_GSD: Any, t: Any) -> Any:
+        """Gradient of the data loss on update u's share of the conditions."""
+        rng = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, DATA), step), u)
+        return data_gradient(
+            s.params,
+            rng,
+            share(x0_GX, u, 1),
+            share(context_GSD, u, 1),
+            share_trajectory(t, u),
+            setup=setup,
+            objective=objective,
+            group=group,
+            micro_batch=config.train.micro_batch,
+        )
+
+    def share(x: jax.Array, u: jax.Array, size: int) -> jax.Array:
+        return x if updates == 1 else jax.lax.dynamic_index_in_dim(micro_batches(x, updates, size), u, 0, False)
+
+    def share_trajectory(t: Trajectory | None, u: jax.Array) -> Trajectory | None:
+        if t is None or updates == 1:
+            return t
+        per_rollout = ("x", "x_next", "mean_old", "prev_x0")
+        pick = jax.vmap(lambda x: share(x, u, group))
+        changed = {f: pick(getattr(t, f)) for f in per_rollout if getattr(t, f) is not None}
+        noise = None if t.init_noise is None else share(t.init_noise, u, group)
+        return dataclasses.replace(t, **changed, init_noise=noise)
+
+    def update(
+        s: state.TrainState,
+        u: jax.Array,
+        t: Trajectory | None,
+        context_GSD: Any,
+        reward_B: Any,
+        valid_B: Any,
+        data: Any,
+        ref_params: Any,
+    ) -> Any:
+        """Advantages of the whole rollout, the policy gradient of update u's share, and one optimizer step."""
+        loss, metrics, grads = jnp.zeros(()), {}, None
+        if data is not None:
+            loss, data_metrics, grads = data
+            metrics["data_loss"] = data_metrics["data_loss"]
+        if policy_on:
+            adv_B = group_advantages(reward_B, group, valid_B, **config.advantage)
+            # Groups with fewer than two valid members say nothing about their order (DESIGN, failure rules).
+            valid = valid_B & jnp.isfinite(reward_B)
+            alive = jnp.repeat(valid.reshape(-1, group).sum(1) >= 2, group)
+            policy_loss, policy_metrics, policy_grads = policy_gradient(
+                s.params,
+                share_trajectory(t, u),
+                share(adv_B, u, group),
+                share((valid & alive).astype(adv_B.dtype), u, group),
+                share(context_GSD, u, 1),
+                setup=setup,
+                micro_batch=config.train.micro_batch,
+                ref_params=ref_params,
+            )
+            loss, grads = loss + policy_loss, _add(grads, policy_grads)
+            metrics |= {k: v for k, v in policy_metrics.items() if k not in ("loss", "data_loss")}
+        s, step_metrics = state.apply_gradients(
+            s, grads, loss, optimizer, ema_exponent=exponent, advance=u == updates - 1
+        )
+        return s, metrics | step_metrics | {"loss": loss, "skipped_in_a_row": s.skipped_in_a_row}
+
+    rollout_jit, data_jit, update_jit = jax.jit(rollout, static_argnums=3), jax.jit(data_step), jax.jit(update)
+
+    # --- checkpoint ----------------------------------------------------------------------------------------
+    checkpoints = Checkpoints(workdir / "checkpoints/ddrl", keep=config.checkpoint.keep)
+    first = build.train_state(setup, base_params, optimizer, exponent)
+    restored = checkpoints.restore(first)
+    s = restored[1] if restored else first
+    step, total = int(s.step), config.train.steps
+    if restored and step >= total:
+        book.say(f"this run is finished: {step} of {total} iterations; --config.train.steps=N goes on from there")
+    elif restored:
+        book.say(f"resuming at iteration {step} of {total}")
+    book.forget_from("ddrl", step)
+    book.forget_from("eval", step + (1 if restored else 0))
+
+    # --- evaluations ---------------------------------------------------------------------------------------
+    def evaluate(full: bool) -> None:
+        params = s.ema if config.eval.ema and s.ema is not None and step > 0 else s.params
+        book.write("eval", step, evaluator(params, step, full=full))
+
+    if not restored:
+        evaluate(full=True)
+        checkpoints.save(0, s, wait=True)
+    elif 0 < step < total and step % config.eval.every == 0 and not book.has("eval", step):
+        evaluate(full=False)  # the kill came between the save and the evaluation
+
+    # --- loop ----------------------------------------------------------------------------------------------
+    batches = _read_ahead(clip_dataset(config, setup, ro.conditions), step)
+    low_valid, pending = 0, None
+    with book.progress(config.objective.name, total, step) as advance:
+        while step < total and not stop():
+            begin = time.perf_counter()
+            clips = next(batches)
+            x0_GX = build.to_global(setup.mesh, setup.codec.encode(clips["video"]))
+            context_GSD = build.to_global(setup.mesh, setup.context(clips["caption"]))
+            record: dict[str, Any] = {"seconds_rollout": 0.0, "seconds_reward_wait": 0.0}
+            reward_B = valid_B = trajectory = None
+            if policy_on:
+                x0_BX, trajectory = rollout_jit(s.params, s.step, context_GSD, step == 0)
+                if step == 0:
+                    _check_replay(config, setup, s.params, trajectory, context_GSD)
+                    if updates == 1:
+                        trajectory = dataclasses.replace(trajectory, mean_old=None)
+                latents = np.asarray(x0_BX)
+                record["seconds_rollout"] = time.perf_counter() - begin
+                prompts = [c for c in clips["caption"] for _ in range(group)]
+                ticket = client.submit(latents, prompts)
+            for u in range(updates):
+                # Dispatched before the rewards are waited for: it needs none of them.
+                data = None
+                if objective.data_beta > 0:
+                    data = data_jit(s, s.step, u, x0_GX, context_GSD, trajectory if rollout_levels else None)
+                if policy_on and u == 0:
+                    waiting = time.perf_counter()
+                    scores = ticket.result()
+                    record["seconds_reward_wait"] = time.perf_counter() - waiting
+                    reward, valid = build.total_reward(scores, config)
+                    reward_B = build.to_global(setup.mesh, reward.astype(np.float32))
+                    valid_B = build.to_global(setup.mesh, valid)
+                    record |= reward_metrics(reward, valid, scores, group)
+                    if scores.reason:
+                        book.say(f"iteration {step}: {int((~valid).sum())} rewards invalid: {scores.reason}")
+                s, metrics = update_jit(s, u, trajectory, context_GSD, reward_B, valid_B, data, ref_params)
+            if pending is not None:
+                _log_iteration(book, *pending, total, config.log.every)
+                _check_finite(pending[1], config.train.max_skipped_in_a_row)
+            record["seconds"] = time.perf_counter() - begin
+            pending = (step, metrics, record)
+            step += 1
+            advance()
+
+            saving = step % config.checkpoint.every == 0 or step == total
+            if saving:
+                # Its line first: a kill after the save must not leave a step without one.
+                _log_iteration(book, *pending, total, config.log.every)
+                _check_finite(pending[1], config.train.max_skipped_in_a_row)
+                pending = None
+                checkpoints.save(step, s)
+            low_valid = low_valid + 1 if record.get("valid_rate", 1.0) < config.reward.min_valid_rate else 0
+            if low_valid >= config.reward.min_valid_window:
+                checkpoints.save(step, s, wait=True)
+                raise RunStopped(
+                    f"fewer than {config.reward.min_valid_rate:.0%} of the rewards were valid in {low_valid} iterations "
+                    f"in a row; the last reason: {scores.reason or 'not given'}. The state is saved: mend the sidecar "
+                    "and start the same command again"
+                )
+            if step % config.eval.every == 0 and step < total:
+                evaluate(full=False)
+        if pending is not None:
+            _log_iteration(book, *pending, total, config.log.every)
+
+    # --- the end -------------------------------------------------------------------------------------------
+    checkpoints.save(step, s, wait=True)
+    checkpoints.close()
+    if step < total:
+        book.say(f"stopped by SIGTERM at iteration {step} of {total}; the same command goes on from there")
+        return False
+    if total > 0 and not (workdir / f"eval/{step:06d}/eval.json").exists():
+        evaluate(full=True)
+    return True
+
+
+# ------------------------------------------------------------------------------------------------- the parts
+
+
+def _trained(s: state.TrainState) -> Any:
+    return s.params if s.ema is None else s.ema
+
+
+def clip_dataset(config: ConfigDict, setup: build.Setup, batch_size: int) -> Any:
+    """Batch n of captioned training clips, this process's rows; a pure function of (seed, n)."""
+    source: pipeline.ClipSource
+    if config.data.path:
+        try:
+            source = digits.load_clips(config.data.path, field="config.data.path")
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    else:
+        source = digits.DigitClips("train", frames=config.data.frames, size=config.data.size, seed=config.seed)
+    return pipeline.clip_batches(source, batch_size, config.seed, jax.process_index(), jax.process_count())
+
+
+def _read_ahead(dataset: Any, step: int) -> Iterator[dict[str, Any]]:
+    """Batches from `step` on, made in a thread while the device works."""
+    return iter(dataset[step:].to_iter_dataset())
+
+
+def _add(a: Any, b: Any) -> Any:
+    return b if a is None else jax.tree.map(jnp.add, a, b)
+
+
+def _check_finite(metrics: dict, limit: int) -> None:
+    in_a_row = int(metrics["skipped_in_a_row"])
+    if in_a_row >= limit:
+        raise RunStopped(
+            f"{in_a_row} steps in a row had a non-finite loss, gradient or update and were skipped; lower the learning "
+            "rate, or look at the first one in metrics.jsonl (skipped = 1)"
+        )
+
+
+def _check_replay(config: ConfigDict, setup: build.Setup, params: Any, trajectory: Trajectory, context: Any) -> None:
+    """The first update's policy must be the rollout's: DESIGN "One iteration"."""
+    limit = 1e-3 if config.model.dtype == "float32" else 5e-2
+    gap_K = np.asarray(jax.jit(lambda p, t, c: replay_gap(p, t, c, setup))(params, trajectory, context))
+    if not gap_K.max() <= limit:
+        worst = int(gap_K.argmax())
+        raise RunStopped(
+            f"rollout and training disagree: at step {int(trajectory.step[worst])} the replayed mean is "
+            f"{gap_K[worst]:.2e} std away from the rollout's (limit {limit:g})"
+        )
+
+
+def reward_metrics(reward_B: np.ndarray, valid_B: np.ndarray, scores: rewards.Scores, group: int) -> dict[str, float]:
+    """Means over valid rewards; `reward_std` is the mean over groups of the within-group std (unbiased)."""
+    reward_GN = np.where(valid_B, reward_B, np.nan).reshape(-1, group)
+    several = np.isfinite(reward_GN).sum(1) >= 2
+    record = {
+        "reward": float(np.nanmean(reward_GN)) if valid_B.any() else math.nan,
+        "reward_std": float(np.nanstd(reward_GN[several], axis=1, ddof=1).mean()) if several.any() else math.nan,
+        "valid_rate": float(valid_B.mean()),
+        "seconds_scorer": scores.seconds,
+    }
+    for name, value in scores.scores.items():
+        if np.isfinite(value).any():
+            record[f"sub/{name}"] = float(np.nanmean(value))
+    return record
+
+
+def _log_iteration(book: Logbook, step: int, metrics: dict, record: dict, total: int, every: int) -> None:
+    values = {k: float(v) for k, v in metrics.items() if k != "skipped_in_a_row"} | record
+    book.write("ddrl", step, values)
+    if (step + 1) % every == 0 or step + 1 == total:
+        parts = [
+            f"{name} {values[key]:.{digits_}f}"
+            for name, key, digits_ in (
+                ("reward", "reward", 3),
+                ("group std", "reward_std", 3),
+                ("data loss", "data_loss", 3),
+                ("ratio", "ratio_mean", 5),
+                ("clipped", "clip_fraction", 2),
+                ("valid", "valid_rate", 2),
+                ("grad", "grad_norm", 3),
+            )
+            if key in values
+        ]
+        times = f"{values['seconds']:.2f} s (rollout {values['seconds_rollout']:.2f}, waited for rewards "
+        book.say(f"{step + 1}/{total}  {'  '.join(parts)}  {times}{values['seconds_reward_wait']:.2f})")

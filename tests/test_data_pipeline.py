@@ -1,0 +1,164 @@
+"""Grain pipelines: batch n is a pure function of (seed, n), whatever reads it."""
+
+import itertools
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+from ddrl_jax.data import digits, pipeline
+from ddrl_jax.data.digits import DigitClips
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(
+        a[k] == b[k] if isinstance(a[k], list) else np.array_equal(a[k], b[k]) for k in a
+    )
+
+
+def joined(parts):
+    return {
+        k: list(itertools.chain(*(p[k] for p in parts)))
+        if isinstance(parts[0][k], list)
+        else np.concatenate([p[k] for p in parts])
+        for k in parts[0]
+    }
+
+
+class Numbers:
+    """A source of a given length whose clips are their own index."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def batch(self, indices):
+        return {"video": np.asarray(indices)}
+
+
+KINDS = {
+    "clips": lambda seed, *process: pipeline.clip_batches(DigitClips("train"), 24, seed, *process),
+    "prompts": lambda seed, *process: pipeline.prompt_batches(8, seed, *process),
+}
+kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
+
+
+@kinds
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_any_process_count_reads_the_same_global_batch(make, processes):
+    whole = make(1)
+    shards = [make(1, p, processes) for p in range(processes)]
+    for n in (0, 5, 46, 100_003):
+        assert same(joined([s[n] for s in shards]), whole[n])
+
+
+@kinds
+def test_resuming_at_n_is_running_through(make):
+    through = list(itertools.islice(iter(make(2).to_iter_dataset()), 12))
+    for n in (0, 1, 7):
+        resumed = make(2)[n:].to_iter_dataset(grain.ReadOptions(num_threads=3, prefetch_buffer_size=4))
+        for a, b in zip(itertools.islice(resumed, 12 - n), through[n:], strict=True):
+            assert same(a, b)
+
+
+@kinds
+def test_batches_may_be_read_in_any_order(make):
+    first, second = make(3), make(3)
+    forwards = [first[n] for n in range(6)]
+    backwards = [second[n] for n in reversed(range(6))][::-1]
+    assert all(same(a, b) for a, b in zip(forwards, backwards, strict=True))
+    assert not same(forwards[0], forwards[1])
+
+
+@kinds
+def test_another_seed_is_another_order(make):
+    assert not same(make(0)[0], make(1)[0])
+
+
+@pytest.mark.parametrize("length", [7, 24, 100])
+def test_every_clip_once_a_pass_and_none_is_dropped(length):
+    # 3 passes of 7 in batches of 4 straddle the seam between passes.
+    batches = pipeline.clip_batches(Numbers(length), 4, seed=5)
+    seen = np.concatenate([batches[n]["video"] for n in range(-(-3 * length // 4))])
+    passes = [seen[i * length : (i + 1) * length] for i in range(3)]
+    for one in passes:
+        assert sorted(one.tolist()) == list(range(length))
+    assert not np.array_equal(passes[0], passes[1])
+
+
+def test_every_prompt_once_a_pass():
+    batches = pipeline.prompt_batches(9, seed=0)
+    captions = [c for n in range(10) for c in batches[n]["caption"]]
+    assert sorted(captions) == sorted(text for _, _, text in digits.all_prompts())
+
+
+def test_prompts_keep_digit_direction_and_caption_together():
+    batch = pipeline.prompt_batches(8, seed=0)[3]
+    assert batch["caption"] == [digits.caption(d, m) for d, m in zip(batch["digit"], batch["direction"], strict=True)]
+    assert batch["digit"].dtype == batch["direction"].dtype == np.int32
+
+
+def test_own_prompts():
+    own = [(1, 2, "x"), (3, 4, "y")]
+    batch = pipeline.prompt_batches(2, seed=0, prompts=own)[0]
+    rows = zip(batch["digit"].tolist(), batch["direction"].tolist(), batch["caption"], strict=True)
+    assert sorted(rows) == own
+
+
+def test_stored_clips_feed_the_same_pipeline(tmp_path):
+    digits.write_clips(tmp_path, "train", 20)
+    batches = pipeline.clip_batches(digits.load_clips(tmp_path), 10, seed=0)
+    both = joined([batches[0], batches[1]])
+    assert sorted(both["caption"]) == sorted(DigitClips("train").batch(range(20))["caption"])
+
+
+def test_rows_are_laid_out_as_jax_expects_them():
+    batch = pipeline.clip_batches(DigitClips("train"), 16, seed=0)[0]["video"]
+    mesh = jax.make_mesh((8,), ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    whole = jax.make_array_from_process_local_data(sharding, batch)
+    parts = [pipeline.clip_batches(DigitClips("train"), 16, 0, p, 8)[0]["video"] for p in range(8)]
+    for shard, part in zip(whole.addressable_shards, parts, strict=True):
+        np.testing.assert_array_equal(shard.data, part)
+
+
+def test_evaluation_prompts_are_fixed_and_balanced():
+    prompts = pipeline.evaluation_prompts(256)
+    assert same(pipeline.evaluation_prompts(256), prompts)
+    assert prompts["caption"][:40] == pipeline.evaluation_prompts(40)["caption"]
+    counts = np.unique(prompts["caption"], return_counts=True)[1]
+    assert len(counts) == 90 and counts.min() == 2 and counts.max() == 3
+    assert len(set(pipeline.evaluation_prompts(20)["digit"].tolist())) > 5
+
+
+def test_heldout_clips_are_fixed():
+    clips = pipeline.heldout_clips(50)
+    assert same(clips, pipeline.heldout_clips(50))
+    np.testing.assert_array_equal(clips["video"], DigitClips("heldout").batch(range(50))["video"])
+    assert pipeline.heldout_clips(3, frames=5, size=14)["video"].shape == (3, 1, 5, 14, 14)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pipeline.clip_batches(Numbers(9), 0, 0), "batch_size = 0: must be at least 1"),
+        (
+            lambda: pipeline.clip_batches(Numbers(9), 6, 0, 0, 4),
+            "batch_size = 6: must be a multiple of the process count 4",
+        ),
+        (lambda: pipeline.clip_batches(Numbers(9), 6, 0, 2, 2), r"process_index = 2: must be in 0 \.\. 1"),
+        (lambda: pipeline.clip_batches(Numbers(9), 6, 0, -1, 2), "process_index = -1"),
+        (lambda: pipeline.clip_batches(Numbers(9), 6, 0, 0, 0), "process count 0"),
+        (lambda: pipeline.clip_batches(Numbers(0), 6, 0), "source has 0 clips"),
+        (lambda: pipeline.prompt_batches(7, 0, 0, 2), "prompts_per_batch = 7"),
+        (lambda: pipeline.prompt_batches(2, 0, prompts=[]), "prompts is empty"),
+        (lambda: pipeline.evaluation_prompts(0), "count = 0"),
+        (lambda: pipeline.heldout_clips(0), "count = 0"),
+    ],
+)
+def test_bad_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
