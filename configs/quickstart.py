@@ -19,7 +19,7 @@ def get_config():
     config.process.train_multiplier = 1.0
     config.process.high_sigma_ratio = 0.0
 
-    config.pretrain.steps = 2400
+    config.pretrain.steps = 2200
     config.pretrain.learning_rate = 2e-3
 
     config.objective.name = "ddrl"

@@ -1,7 +1,7 @@
 """From a config to the objects of a run: mesh, codec, text, network, process, objective, reward client.
 
-The one place that turns config fields into constructor arguments, for training and evaluation alike. Each object is made
-by the library it belongs to; this module adds no behaviour.
+The one place that turns config fields into constructor arguments, for training and evaluation alike. Each object
+is made by the library it belongs to; this module adds no behaviour.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from ddrl_jax.models.denoiser import CosmosDenoiser, cosmos_denoiser
 from ddrl_jax.models.unshuffle import Unshuffle
 from ddrl_jax.models.word_table import WordTable
 from ddrl_jax.parallel import mesh as mesh_lib
-from ddrl_jax.rewards import environment
 from ddrl_jax.rl.objective import Objective, dance_grpo, ddrl, flow_grpo
 
 PROCESSES = {"edm_churn": EDMChurn, "flow_sde": FlowSDE, "dance_sde": DanceSDE}
-SCORER_CLIPS = 6000
+SCORER_CLIPS = 12_000
 PRESETS = {"ddrl": ddrl, "dance_grpo": dance_grpo, "flow_grpo": flow_grpo}
 
 
@@ -166,11 +165,10 @@ def scorer_weights(config: ConfigDict, workdir: Path, book: Logbook) -> Path:
     folder = workdir / "scorer"
     if "digits" not in config.reward.scorers or (folder / "digits.json").exists():
         return folder
-    clips = digits.write_clips(
-        workdir / "clips", "scorer", SCORER_CLIPS, seed=config.eval.seed, frames=config.data.frames, size=config.data.size
-    )
+    shape = {"frames": config.data.frames, "size": config.data.size}
+    clips = digits.write_clips(workdir / "clips", "scorer", SCORER_CLIPS, seed=config.eval.seed, **shape)
     book.say(f"scorer: training on {SCORER_CLIPS} clips of its own scans")
-    environment.train_scorer("digits", env=config.reward.env, data=clips, out=folder, log_path=workdir / "sidecar.log")
+    rewards.train_scorer("digits", env=config.reward.env, data=clips, out=folder, log_path=workdir / "sidecar.log")
     return folder
 
 
@@ -185,7 +183,7 @@ def open_rewards(config: ConfigDict, workdir: Path, book: Logbook) -> Iterator[r
     try:
         with contextlib.ExitStack() as stack:
             if reward.launch:
-                environment.check_environment(reward.env, reward.scorers)
+                rewards.check_environment(reward.env, reward.scorers)
                 codec = config.codec
                 sidecar = stack.enter_context(
                     rewards.launch(

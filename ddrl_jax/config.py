@@ -20,10 +20,10 @@ from ml_collections import ConfigDict, config_dict
 MAY_DIFFER = ("train.steps", "mesh", "log", "checkpoint", "monitor", "reward.url")
 
 PROCESS_FIELDS = {
-    "edm_churn": (
-        "sigma_min sigma_max rho solver s_churn s_noise s_t_min s_t_max "
-        "train_mean train_std train_multiplier high_sigma_ratio"
-    ).split(),
+    "edm_churn": [
+        *("sigma_min", "sigma_max", "rho", "solver", "s_churn", "s_noise", "s_t_min", "s_t_max"),
+        *("train_mean", "train_std", "train_multiplier", "high_sigma_ratio"),
+    ],
     "flow_sde": ["noise_level", "shift"],
     "dance_sde": ["eta", "shift"],
 }
@@ -120,7 +120,7 @@ def default() -> ConfigDict:
                 "launch": True,  # start a sidecar beside the trainer; False: use `url`
                 "url": "",
                 "token_env": "DDRL_SIDECAR_TOKEN",  # the environment variable that holds the bearer token
-                "env": "",  # the sidecar's virtual environment; "" is the cache folder; "this" is the trainer's own interpreter
+                "env": "",  # the sidecar's virtual environment; "" the cache folder; "this" the running interpreter
                 "scorers": ("digits",),  # names, or FILE.py:Class
                 "weights": ConfigDict(
                     {
@@ -138,13 +138,13 @@ def default() -> ConfigDict:
             },
             "eval": {
                 "every": 25,  # iterations between evaluations during training
-                "clips": 1024,  # before and after
-                "clips_during": 128,
+                "clips": 1080,  # before and after: four of each of the 270 held-out prompts
+                "clips_during": 120,
                 "num_steps": 20,
                 "guidance": 0.0,  # cond + guidance * (cond - null)
                 "ema": True,  # evaluate the EMA (raw weights wobble from one evaluation to the next)
                 "heldout_clips": 512,
-                "chunk": 128,  # clips a compiled call
+                "chunk": 120,  # clips a compiled call
                 "judge_steps": 800,
                 "seed": 1234,
             },
@@ -172,8 +172,15 @@ def validate(config: ConfigDict) -> None:
 
     at_least(1, "data.frames", "text.length", "text.dim", "model.width", "model.depth", "model.heads")
     at_least(1, "rollout.conditions", "rollout.num_steps", "train.micro_batch", "train.updates_per_rollout")
-    at_least(1, "pretrain.batch_size", "eval.every", "eval.chunk", "eval.num_steps", "checkpoint.every", "checkpoint.pretrain_every")
-    at_least(1, "checkpoint.keep", "log.every", "train.max_skipped_in_a_row", "reward.min_valid_window")
+    at_least(1, "pretrain.batch_size", "eval.every", "eval.chunk", "eval.num_steps", "checkpoint.every")
+    at_least(
+        1,
+        "checkpoint.pretrain_every",
+        "checkpoint.keep",
+        "log.every",
+        "train.max_skipped_in_a_row",
+        "reward.min_valid_window",
+    )
     at_least(0, "train.steps", "pretrain.steps", "train.learning_rate", "pretrain.learning_rate")
     at_least(0, "train.warmup_steps", "pretrain.warmup_steps", "train.ema_rate", "pretrain.ema_rate")
     at_least(0, "reward.retries", "reward.port", "eval.judge_steps", "seed", "eval.seed")
@@ -237,7 +244,7 @@ def validate(config: ConfigDict) -> None:
     )
     for axis in ("replica", "fsdp", "context"):
         value = config.mesh[axis]
-        _require(value >= 1 or value == -1, f"mesh.{axis}", value, "must be at least 1, or -1 for the remaining devices")
+        _require(value >= 1 or value == -1, f"mesh.{axis}", value, "must be at least 1, or -1 for the rest")
 
 
 def _validate_process(config: ConfigDict) -> None:
@@ -282,9 +289,7 @@ def _validate_rollout(config: ConfigDict) -> None:
             f"{step} is outside the schedule: with rollout.num_steps={rollout.num_steps} "
             f"steps 0 to {last} can be trained{why}",
         )
-    _require(
-        len(steps) > 0 and len(set(steps)) == len(steps), "rollout.trained_steps", steps, "must be distinct, at least one"
-    )
+    _require(len(steps) > 0 and len(set(steps)) == len(steps), "rollout.trained_steps", steps, "must be distinct")
     _require(
         batch % train.micro_batch == 0,
         "train.micro_batch",
@@ -340,7 +345,7 @@ def check_same_run(config: ConfigDict, workdir: Path) -> list[str]:
     try:
         saved = json.loads(path.read_text())
     except ValueError as error:
-        raise ConfigError(f"workdir={str(workdir)!r}: {path.name} is not readable JSON ({error}); take a new workdir") from None
+        raise ConfigError(f"workdir={str(workdir)!r}: its config.json is not JSON ({error}); take a new one") from None
     lines = []
     for field, then, now in differences(config, saved):
         if not any(field == free or field.startswith(free + ".") for free in MAY_DIFFER):

@@ -226,6 +226,12 @@ def _mean(values: np.ndarray) -> float:
     return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
 
 
+def _first(values: np.ndarray) -> float:
+    """The first finite one, 1 where there is none."""
+    finite = values[np.isfinite(values) & (values > 0)]
+    return float(finite[0]) if len(finite) else 1.0
+
+
 def _json(value: Any) -> float | None:
     return float(value) if np.isfinite(value) else None
 
@@ -241,8 +247,8 @@ def compare(before: Path, after: Path, *, resamples: int = 2000, seed: int = 0) 
     as a fraction of the loss before. Variance between training seeds is not in them.
 
     Returns:
-      [{"name", "label", "kind": reward|sub|judge|loss, "mean", "low", "high", "n", "better": up|down}]; n counts prompts,
-      or held-out clips.
+      [{"name", "label", "kind": reward|sub|judge|loss, "mean", "low", "high", "n", "better": up|down}]; n counts
+      prompts, or held-out clips.
     """
     first, last = (json.loads((p / "eval.json").read_text()) for p in (before, after))
     if first["prompts"] != last["prompts"]:
@@ -313,7 +319,7 @@ def summarise(config: ConfigDict, workdir: Path, *, config_file: str, command: s
         losses = column([m for m in lines if m["stage"] == "eval"], "heldout_loss")
         signals = [
             heldout_loss_signal(losses, limit=config.monitor.heldout_loss_limit),
-            reward_slope_signal(column(ddrl, "reward")),
+            reward_slope_signal(column(ddrl, "reward"), unit=_first(column(ddrl, "reward_std"))),
             reward_std_signal(column(ddrl, "reward_std")),
         ]
     device = jax.devices()[0]
@@ -347,7 +353,7 @@ def run(config: ConfigDict, workdir: Path) -> bool:
     if not (workdir / "config.json").exists():
         raise ConfigError(f"workdir={str(workdir)!r}: holds no run to evaluate; train one there first")
     setup = build.build(config)
-    book = Logbook(workdir, primary=jax.process_index() == 0, tensorboard=config.log.tensorboard, wandb=config.log.wandb)
+    book = Logbook(workdir, primary=jax.process_index() == 0, **config.log)
     with build.open_rewards(config, workdir, book) as client:
         params = build.init_params(config, setup, jax.random.key(config.seed))
         like = build.train_state(setup, params, build.optimizer(config.train), build.ema_exponent(config.train))

@@ -45,9 +45,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class Logbook:
-    """Metrics and console of one run. `wandb` is a project's name, "" is off."""
+    """Metrics and console of one run. `every`: iterations a console line; `wandb`: a project's name, "" is off."""
 
-    def __init__(self, workdir: Path, *, primary: bool = True, tensorboard: bool = True, wandb: str = "") -> None:
+    def __init__(
+        self, workdir: Path, *, primary: bool = True, every: int = 1, tensorboard: bool = True, wandb: str = ""
+    ) -> None:
+        self.every = every
         self._path = workdir / "metrics.jsonl"
         self._primary = primary
         self.console = Console(stderr=False, soft_wrap=True, quiet=not primary, highlight=False)

@@ -22,10 +22,12 @@ MODES = ("train", "eval")
 def read_flags(argv: list[str]) -> tuple[Any, str, str, str]:
     """(config, config file, workdir, mode). Raises ConfigError for anything the flags cannot take."""
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, "a file with get_config()", flag_values=values)
     flags.DEFINE_string("workdir", None, "the run's folder: checkpoints, metrics, report", flag_values=values)
     flags.DEFINE_enum("mode", "train", MODES, "train: pre-train, DDRL, report; eval: evaluate", flag_values=values)
     argv = [config_lib.locate(a) for a in argv]
+    config_flags.DEFINE_config_file(
+        "config", None, "a file with get_config()", flag_values=values, sys_argv=argv
+    )
     file = next((a.partition("=")[2] for a in argv if a.startswith("--config=")), "")
     if not file:
         raise config_lib.ConfigError("--config: name a file, such as --config=configs/quickstart.py")
@@ -56,10 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache/ddrl_jax/xla"))
     folder = Path(workdir).absolute()
     try:
-        if mode == "train":
-            done = train.run(config, folder, evaluate.Evaluator)
-        else:
-            done = evaluate.run(config, folder)
+        done = train.run(config, folder, evaluate.Evaluator) if mode == "train" else evaluate.run(config, folder)
         if done and jax.process_index() == 0:
             command = shlex.join(["python", "-m", "ddrl_jax.main", *argv[1:]])
             evaluate.summarise(config, folder, config_file=file, command=command)

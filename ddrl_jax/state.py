@@ -1,7 +1,8 @@
-"""Train state, optimizer, learning-rate schedule and power-function EMA. Pure functions on pytrees; no config, no I/O."""
+"""Train state, optimizer, learning-rate schedule and power-function EMA: pure functions on pytrees."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import chex
@@ -11,7 +12,8 @@ import numpy as np
 import optax
 
 
-@chex.dataclass(frozen=True)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class TrainState:
     """What a checkpoint holds. All leaves are arrays. There is no RNG state: keys are fold_in(key, step)."""
 

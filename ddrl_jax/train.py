@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +36,7 @@ from ddrl_jax.rl.advantages import group_advantages
 from ddrl_jax.rl.loss import DataBatch, loss_fn
 from ddrl_jax.rl.objective import Objective
 
+PER_ROLLOUT = ("x", "x_next", "mean_old", "prev_x0")  # of a Trajectory: (K, B, ...)
 # One stream of random numbers a purpose, all from the config's seed.
 INIT, PRETRAIN, ROLLOUT, DATA = range(4)
 
@@ -47,6 +49,26 @@ class Evaluator(Protocol):
     """What `evaluate.Evaluator` is to this module, which does not know it."""
 
     def __call__(self, params: Any, step: int, *, full: bool) -> dict[str, float]: ...
+
+
+@dataclasses.dataclass
+class Iteration:
+    """An iteration whose gradients may still be on their way; times in seconds of time.perf_counter."""
+
+    step: int
+    metrics: dict[str, jax.Array]
+    record: dict[str, float]
+    begin: float
+
+    def wait(self) -> float:
+        """Until its last update is there; notes how long the iteration took, and returns when that was."""
+        jax.block_until_ready(self.metrics)
+        now = time.perf_counter()
+        if "seconds" not in self.record:
+            self.record["seconds"] = now - self.begin
+            known = self.record.get("seconds_rollout", 0.0) + self.record.get("seconds_reward_wait", 0.0)
+            self.record["seconds_gradients"] = self.record["seconds"] - known
+        return now
 
 
 # ------------------------------------------------------------------------------------------------- gradients
@@ -70,12 +92,10 @@ def slice_trajectory(trajectory: Trajectory, k: jax.Array, pick: Callable[[jax.A
         x = jax.lax.dynamic_index_in_dim(x, k, 0, keepdims=False)
         return (pick(x) if rollouts else x)[None]
 
-    return dataclasses.replace(
-        trajectory,
-        **{f: at(getattr(trajectory, f), True) for f in ("x", "x_next", "mean_old", "prev_x0")},
-        **{f: at(getattr(trajectory, f), False) for f in ("sigma", "sigma_next", "std", "prev_sigma", "step")},
-        init_noise=None if trajectory.init_noise is None else pick(trajectory.init_noise),
-    )
+    changes: dict[str, Any] = {f: at(getattr(trajectory, f), True) for f in PER_ROLLOUT}
+    changes |= {f: at(getattr(trajectory, f), False) for f in ("sigma", "sigma_next", "std", "prev_sigma", "step")}
+    noise = None if trajectory.init_noise is None else pick(trajectory.init_noise)
+    return dataclasses.replace(trajectory, **changes, init_noise=noise)
 
 
 def _accumulate(
@@ -236,12 +256,7 @@ def run(config: ConfigDict, workdir: Path, make_evaluator: Callable[..., Evaluat
     workdir.mkdir(parents=True, exist_ok=True)
     if jax.process_index() == 0 and not (workdir / "config.json").exists():
         (workdir / "config.json").write_text(to_json(config))
-    book = Logbook(
-        workdir,
-        primary=jax.process_index() == 0,
-        tensorboard=config.log.tensorboard,
-        wandb=config.log.wandb,
-    )
+    book = Logbook(workdir, primary=jax.process_index() == 0, **config.log)
     terminated: list[int] = []
     previous = signal.signal(signal.SIGTERM, lambda number, _: terminated.append(number))
     try:
@@ -265,14 +280,16 @@ def pretrain(
     """The base model's parameters (the EMA's): restored, trained here, or another run's. None when stopped early."""
     key = jax.random.key(config.seed)
     optimizer, exponent = build.optimizer(config.pretrain), build.ema_exponent(config.pretrain)
-    first = build.train_state(setup, build.init_params(config, setup, jax.random.fold_in(key, INIT)), optimizer, exponent)
+    params = build.init_params(config, setup, jax.random.fold_in(key, INIT))
+    first = build.train_state(setup, params, optimizer, exponent)
 
     source = Path(config.pretrain.from_run) / "checkpoints/pretrain" if config.pretrain.from_run else None
     if source is not None:
         if not source.is_dir():
             raise ConfigError(
                 f"config.pretrain.from_run={config.pretrain.from_run!r}: holds no checkpoints/pretrain; "
-                "make it with --config.train.steps=0 --workdir=" + config.pretrain.from_run
+                f"make it with the same command and --config.pretrain.from_run= --config.train.steps=0 "
+                f"--workdir={config.pretrain.from_run}"
             )
         # Another run's base: read, never written to.
         restored = Checkpoints(source, read_only=True).restore(first)
@@ -402,12 +419,11 @@ def reinforce(
     def share(x: jax.Array, u: jax.Array, size: int) -> jax.Array:
         return x if updates == 1 else jax.lax.dynamic_index_in_dim(micro_batches(x, updates, size), u, 0, False)
 
-    def share_trajectory(t: Trajectory | None, u: jax.Array) -> Trajectory | None:
+    def share_trajectory(t: Any, u: jax.Array) -> Any:
         if t is None or updates == 1:
             return t
-        per_rollout = ("x", "x_next", "mean_old", "prev_x0")
         pick = jax.vmap(lambda x: share(x, u, group))
-        changed = {f: pick(getattr(t, f)) for f in per_rollout if getattr(t, f) is not None}
+        changed: dict[str, Any] = {f: pick(getattr(t, f)) for f in PER_ROLLOUT if getattr(t, f) is not None}
         noise = None if t.init_noise is None else share(t.init_noise, u, group)
         return dataclasses.replace(t, **changed, init_noise=noise)
 
@@ -426,7 +442,7 @@ def reinforce(
         if data is not None:
             loss, data_metrics, grads = data
             metrics["data_loss"] = data_metrics["data_loss"]
-        if policy_on:
+        if t is not None:
             adv_B = group_advantages(reward_B, group, valid_B, **config.advantage)
             # Groups with fewer than two valid members say nothing about their order (DESIGN, failure rules).
             valid = valid_B & jnp.isfinite(reward_B)
@@ -474,16 +490,23 @@ def reinforce(
     elif 0 < step < total and step % config.eval.every == 0 and not book.has("eval", step):
         evaluate(full=False)  # the kill came between the save and the evaluation
 
+    def log(done: Iteration) -> None:
+        """Writes a finished iteration's line; waits for its gradients where the loop has not yet."""
+        done.wait()
+        _log_iteration(book, done, total)
+        _check_finite(done.metrics, config.train.max_skipped_in_a_row)
+
     # --- loop ----------------------------------------------------------------------------------------------
     batches = _read_ahead(clip_dataset(config, setup, ro.conditions), step)
-    low_valid, pending = 0, None
+    low_valid = 0
+    pending: Iteration | None = None  # logged one step late, so that dispatch never waits for a metric
     with book.progress(config.objective.name, total, step) as advance:
         while step < total and not stop():
             begin = time.perf_counter()
             clips = next(batches)
             x0_GX = build.to_global(setup.mesh, setup.codec.encode(clips["video"]))
             context_GSD = build.to_global(setup.mesh, setup.context(clips["caption"]))
-            record: dict[str, Any] = {"seconds_rollout": 0.0, "seconds_reward_wait": 0.0}
+            record: dict[str, float] = {}
             reward_B = valid_B = trajectory = None
             if policy_on:
                 x0_BX, trajectory = rollout_jit(s.params, s.step, context_GSD, step == 0)
@@ -491,10 +514,11 @@ def reinforce(
                     _check_replay(config, setup, s.params, trajectory, context_GSD)
                     if updates == 1:
                         trajectory = dataclasses.replace(trajectory, mean_old=None)
+                # The rollout is queued behind the gradients of the iteration before: each is timed by its own end.
+                sampling = pending.wait() if pending else begin
                 latents = np.asarray(x0_BX)
-                record["seconds_rollout"] = time.perf_counter() - begin
-                prompts = [c for c in clips["caption"] for _ in range(group)]
-                ticket = client.submit(latents, prompts)
+                record["seconds_rollout"] = time.perf_counter() - sampling
+                ticket = client.submit(latents, [c for c in clips["caption"] for _ in range(group)])
             for u in range(updates):
                 # Dispatched before the rewards are waited for: it needs none of them.
                 data = None
@@ -512,32 +536,26 @@ def reinforce(
                         book.say(f"iteration {step}: {int((~valid).sum())} rewards invalid: {scores.reason}")
                 s, metrics = update_jit(s, u, trajectory, context_GSD, reward_B, valid_B, data, ref_params)
             if pending is not None:
-                _log_iteration(book, *pending, total, config.log.every)
-                _check_finite(pending[1], config.train.max_skipped_in_a_row)
-            record["seconds"] = time.perf_counter() - begin
-            pending = (step, metrics, record)
+                log(pending)
+            pending = Iteration(step, metrics, record, begin)
             step += 1
             advance()
 
-            saving = step % config.checkpoint.every == 0 or step == total
-            if saving:
-                # Its line first: a kill after the save must not leave a step without one.
-                _log_iteration(book, *pending, total, config.log.every)
-                _check_finite(pending[1], config.train.max_skipped_in_a_row)
-                pending = None
-                checkpoints.save(step, s)
             low_valid = low_valid + 1 if record.get("valid_rate", 1.0) < config.reward.min_valid_rate else 0
-            if low_valid >= config.reward.min_valid_window:
-                checkpoints.save(step, s, wait=True)
+            invalid = low_valid >= config.reward.min_valid_window
+            if step % config.checkpoint.every == 0 or step == total or invalid or stop():
+                # Its line first: a kill after the save must not leave a step without one.
+                log(pending)
+                pending = None
+                checkpoints.save(step, s, wait=invalid)
+            if invalid:
                 raise RunStopped(
-                    f"fewer than {config.reward.min_valid_rate:.0%} of the rewards were valid in {low_valid} iterations "
-                    f"in a row; the last reason: {scores.reason or 'not given'}. The state is saved: mend the sidecar "
-                    "and start the same command again"
+                    f"fewer than {config.reward.min_valid_rate:.0%} of the rewards were valid in {low_valid} "
+                    f"iterations in a row; the last reason: {scores.reason or 'not given'}. The state is saved: "
+                    "mend the sidecar and start the same command again"
                 )
             if step % config.eval.every == 0 and step < total:
                 evaluate(full=False)
-        if pending is not None:
-            _log_iteration(book, *pending, total, config.log.every)
 
     # --- the end -------------------------------------------------------------------------------------------
     checkpoints.save(step, s, wait=True)
@@ -572,7 +590,7 @@ def clip_dataset(config: ConfigDict, setup: build.Setup, batch_size: int) -> Any
 
 def _read_ahead(dataset: Any, step: int) -> Iterator[dict[str, Any]]:
     """Batches from `step` on, made in a thread while the device works."""
-    return iter(dataset[step:].to_iter_dataset())
+    return iter(dataset[step:].to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
 def _add(a: Any, b: Any) -> Any:
@@ -616,22 +634,21 @@ def reward_metrics(reward_B: np.ndarray, valid_B: np.ndarray, scores: rewards.Sc
     return record
 
 
-def _log_iteration(book: Logbook, step: int, metrics: dict, record: dict, total: int, every: int) -> None:
-    values = {k: float(v) for k, v in metrics.items() if k != "skipped_in_a_row"} | record
-    book.write("ddrl", step, values)
-    if (step + 1) % every == 0 or step + 1 == total:
-        parts = [
-            f"{name} {values[key]:.{digits_}f}"
-            for name, key, digits_ in (
-                ("reward", "reward", 3),
-                ("group std", "reward_std", 3),
-                ("data loss", "data_loss", 3),
-                ("ratio", "ratio_mean", 5),
-                ("clipped", "clip_fraction", 2),
-                ("valid", "valid_rate", 2),
-                ("grad", "grad_norm", 3),
-            )
-            if key in values
-        ]
-        times = f"{values['seconds']:.2f} s (rollout {values['seconds_rollout']:.2f}, waited for rewards "
-        book.say(f"{step + 1}/{total}  {'  '.join(parts)}  {times}{values['seconds_reward_wait']:.2f})")
+def _log_iteration(book: Logbook, done: Iteration, total: int) -> None:
+    values = {k: float(v) for k, v in done.metrics.items() if k != "skipped_in_a_row"} | done.record
+    book.write("ddrl", done.step, values)
+    if (done.step + 1) % book.every == 0 or done.step + 1 == total:
+        shown = {
+            "reward": ("reward", ".3f"),
+            "reward_std": ("group std", ".3f"),
+            "data_loss": ("data loss", ".4f"),
+            "ratio_mean": ("ratio", ".5f"),
+            "clip_fraction": ("clipped", ".2f"),
+            "valid_rate": ("valid", ".0%"),
+            "grad_norm": ("grad", ".3f"),
+        }
+        text = "  ".join(f"{label} {values[k]:{form}}" for k, (label, form) in shown.items() if k in values)
+        stages = ("rollout", "gradients", "reward_wait")
+        known = {n: values[f"seconds_{n}"] for n in stages if f"seconds_{n}" in values}
+        times = ", ".join(f"{n.replace('_', ' ')} {seconds:.2f}" for n, seconds in known.items())
+        book.say(f"{done.step + 1}/{total}  {text}  {values['seconds']:.2f} s ({times})")

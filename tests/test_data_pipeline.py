@@ -39,24 +39,19 @@ class Numbers:
         return {"video": np.asarray(indices)}
 
 
-KINDS = {
-    "clips": lambda seed, *process: pipeline.clip_batches(DigitClips("train"), 24, seed, *process),
-    "prompts": lambda seed, *process: pipeline.prompt_batches(8, seed, *process),
-}
-kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
+def make(seed, *process):
+    return pipeline.clip_batches(DigitClips("train"), 24, seed, *process)
 
 
-@kinds
 @pytest.mark.parametrize("processes", [2, 4, 8])
-def test_any_process_count_reads_the_same_global_batch(make, processes):
+def test_any_process_count_reads_the_same_global_batch(processes):
     whole = make(1)
     shards = [make(1, p, processes) for p in range(processes)]
     for n in (0, 5, 46, 100_003):
         assert same(joined([s[n] for s in shards]), whole[n])
 
 
-@kinds
-def test_resuming_at_n_is_running_through(make):
+def test_resuming_at_n_is_running_through():
     through = list(itertools.islice(iter(make(2).to_iter_dataset()), 12))
     for n in (0, 1, 7):
         resumed = make(2)[n:].to_iter_dataset(grain.ReadOptions(num_threads=3, prefetch_buffer_size=4))
@@ -64,8 +59,7 @@ def test_resuming_at_n_is_running_through(make):
             assert same(a, b)
 
 
-@kinds
-def test_batches_may_be_read_in_any_order(make):
+def test_batches_may_be_read_in_any_order():
     first, second = make(3), make(3)
     forwards = [first[n] for n in range(6)]
     backwards = [second[n] for n in reversed(range(6))][::-1]
@@ -73,8 +67,7 @@ def test_batches_may_be_read_in_any_order(make):
     assert not same(forwards[0], forwards[1])
 
 
-@kinds
-def test_another_seed_is_another_order(make):
+def test_another_seed_is_another_order():
     assert not same(make(0)[0], make(1)[0])
 
 
@@ -87,25 +80,6 @@ def test_every_clip_once_a_pass_and_none_is_dropped(length):
     for one in passes:
         assert sorted(one.tolist()) == list(range(length))
     assert not np.array_equal(passes[0], passes[1])
-
-
-def test_every_prompt_once_a_pass():
-    batches = pipeline.prompt_batches(9, seed=0)
-    captions = [c for n in range(10) for c in batches[n]["caption"]]
-    assert sorted(captions) == sorted(text for _, _, text in digits.all_prompts())
-
-
-def test_prompts_keep_digit_direction_and_caption_together():
-    batch = pipeline.prompt_batches(8, seed=0)[3]
-    assert batch["caption"] == [digits.caption(d, m) for d, m in zip(batch["digit"], batch["direction"], strict=True)]
-    assert batch["digit"].dtype == batch["direction"].dtype == np.int32
-
-
-def test_own_prompts():
-    own = [(1, 2, "x"), (3, 4, "y")]
-    batch = pipeline.prompt_batches(2, seed=0, prompts=own)[0]
-    rows = zip(batch["digit"].tolist(), batch["direction"].tolist(), batch["caption"], strict=True)
-    assert sorted(rows) == own
 
 
 def test_stored_clips_feed_the_same_pipeline(tmp_path):
@@ -125,12 +99,18 @@ def test_rows_are_laid_out_as_jax_expects_them():
         np.testing.assert_array_equal(shard.data, part)
 
 
+def test_no_training_clip_has_an_evaluation_prompt():
+    asked = set(pipeline.evaluation_prompts(270)["caption"])
+    trained = set(DigitClips("train").batch(range(20_000))["caption"])
+    assert len(asked) == 270 and len(trained) == 450 and not asked & trained
+
+
 def test_evaluation_prompts_are_fixed_and_balanced():
     prompts = pipeline.evaluation_prompts(256)
     assert same(pipeline.evaluation_prompts(256), prompts)
     assert prompts["caption"][:40] == pipeline.evaluation_prompts(40)["caption"]
-    counts = np.unique(prompts["caption"], return_counts=True)[1]
-    assert len(counts) == 90 and counts.min() == 2 and counts.max() == 3
+    counts = np.unique(pipeline.evaluation_prompts(600)["caption"], return_counts=True)[1]
+    assert len(counts) == 270 and counts.min() == 2 and counts.max() == 3
     assert len(set(pipeline.evaluation_prompts(20)["digit"].tolist())) > 5
 
 
@@ -153,8 +133,7 @@ def test_heldout_clips_are_fixed():
         (lambda: pipeline.clip_batches(Numbers(9), 6, 0, -1, 2), "process_index = -1"),
         (lambda: pipeline.clip_batches(Numbers(9), 6, 0, 0, 0), "process count 0"),
         (lambda: pipeline.clip_batches(Numbers(0), 6, 0), "source has 0 clips"),
-        (lambda: pipeline.prompt_batches(7, 0, 0, 2), "prompts_per_batch = 7"),
-        (lambda: pipeline.prompt_batches(2, 0, prompts=[]), "prompts is empty"),
+        (lambda: pipeline.clip_batches(DigitClips("train"), 7, 0, 0, 2), "batch_size = 7"),
         (lambda: pipeline.evaluation_prompts(0), "count = 0"),
         (lambda: pipeline.heldout_clips(0), "count = 0"),
     ],

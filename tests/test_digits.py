@@ -1,6 +1,7 @@
 """The embedded clips: splits, purity, geometry, captions, and the file they are handed on in."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -117,7 +118,7 @@ def test_motion_is_read_off_the_centroid(frames, size):
         # A bilinear shift moves the centroid by exactly the shift; what is left is rounding to 8 bits.
         np.testing.assert_allclose(step, step.mean(0, keepdims=True).repeat(steps, 0), atol=0.04)
         speed = np.linalg.norm(step.mean(0))
-        if digits.MOTIONS[direction] == "staying still":
+        if digits.DIRECTIONS[direction] == "still":
             assert speed < 0.01
         else:
             assert 0.6 * free / steps - 0.02 < speed < 0.9 * free / steps + 0.02
@@ -128,10 +129,10 @@ def test_motion_is_read_off_the_centroid(frames, size):
 @pytest.mark.parametrize(
     ("motion", "rows", "columns"),
     [
-        ("moving up", -1, 0),
-        ("moving to the right", 0, 1),
-        ("moving down and to the left", 1, -1),
-        ("staying still", 0, 0),
+        ("ing up", -1, 0),
+        ("ing to the right", 0, 1),
+        ("ing down and to the left", 1, -1),
+        ("ing still", 0, 0),
     ],
 )
 def test_words_mean_what_they_say(motion, rows, columns):
@@ -180,7 +181,8 @@ def test_batch_is_what_a_model_reads():
     assert batch["digit"].dtype == batch["direction"].dtype == np.int32
     stored = source.arrays(range(64))["video"]
     np.testing.assert_allclose(batch["video"][:, 0], stored[..., 0] / 127.5 - 1, atol=1e-6)
-    assert batch["caption"][7] == digits.caption(batch["digit"][7], batch["direction"][7])
+    rows = zip(batch["digit"].tolist(), batch["direction"].tolist(), batch["caption"], strict=True)
+    assert set(rows) <= set(digits.all_prompts(heldout=False))
 
 
 def test_pixel_moments():
@@ -190,21 +192,47 @@ def test_pixel_moments():
     assert video.std() == pytest.approx(0.513, abs=0.002)
 
 
+def test_the_data_sheet_gives_the_numbers_its_program_prints(capsys):
+    sheet = (Path(__file__).parents[1] / "docs" / "data.md").read_text(encoding="utf-8")
+    program, printed = re.search(r"```python\n(.*?)```\n```text\n(.*?)```", sheet, re.DOTALL).groups()
+    exec(compile(program, "docs/data.md", "exec"), {})
+    assert capsys.readouterr().out == printed
+
+
 # ---- captions
 
 
 def test_captions():
     assert digits.caption(7, 7) == "a seven moving up and to the left"
     assert digits.caption(8, 8) == "an eight staying still"
-    assert digits.caption(0, 2) == "a zero moving to the right"
+    assert digits.caption(0, 2, 5) == "the digit zero drifting to the right"
+    assert digits.caption(1, 8, 6) == "the digit one resting still"
 
 
-def test_prompts_are_ninety_and_in_the_vocabulary():
+def test_prompts_are_distinct_and_in_the_vocabulary():
     prompts = digits.all_prompts()
-    assert len({text for _, _, text in prompts}) == 90
+    assert len({text for _, _, text in prompts}) == len(prompts) == 720
     assert {w for _, _, text in prompts for w in text.split()} == set(digits.VOCABULARY)
-    assert len(set(digits.VOCABULARY)) == len(digits.VOCABULARY) == 22
-    assert digits.MAX_WORDS == 8
+    assert len(set(digits.VOCABULARY)) == len(digits.VOCABULARY) == 29
+    assert digits.MAX_WORDS == 9
+
+
+def test_heldout_prompts_say_every_digit_and_direction_in_words_that_training_has():
+    trained, heldout = digits.all_prompts(heldout=False), digits.all_prompts(heldout=True)
+    assert not {t for *_, t in trained} & {t for *_, t in heldout}
+    assert len(heldout) == 270 and len(trained) == 450
+    for prompts, ways in ((trained, 5), (heldout, 3)):
+        pairs = [(d, m) for d, m, _ in prompts]
+        assert {pairs.count(pair) for pair in pairs} == {ways} and len(set(pairs)) == 90
+    words = {w for *_, text in trained for w in text.split()}
+    assert {w for *_, text in heldout for w in text.split()} <= words
+
+
+@pytest.mark.parametrize("split", digits.SPLITS)
+def test_wordings_of_a_split(split):
+    seen = set(digits.DigitClips(split).batch(range(15_000))["caption"])
+    expected = digits.all_prompts({"train": False, "heldout": True}.get(split))
+    assert seen == {text for *_, text in expected}
 
 
 # ---- files

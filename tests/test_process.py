@@ -1,5 +1,6 @@
 """Processes: golden SDE steps, the kernel's std, corruption, weights, and that they are static arguments."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ddrl_jax import DanceSDE, EDMChurn, FlowSDE, guided
+from ddrl_jax import DanceSDE, DataBatch, EDMChurn, FlowSDE, ddrl, guided, loss_fn, sample
 from ddrl_jax.rl.ratio import log_ratio
 
 FLOW = np.load(pathlib.Path(__file__).parent / "golden" / "flow.npz")
@@ -134,8 +135,6 @@ def test_corruption_and_weights():
 
 @pytest.mark.parametrize("process", PROCESSES)
 def test_processes_are_static_arguments(process):
-    import dataclasses
-
     assert hash(process) == hash(dataclasses.replace(process)) and process == dataclasses.replace(process)
     with pytest.raises(dataclasses.FrozenInstanceError):
         process.shift = 1.0
@@ -152,3 +151,51 @@ def test_guidance():
     np.testing.assert_allclose(guided(denoise, 0.0, null)(2.0, x, sigma, cond), [[13.0], [24.0]])
     unconditional = lambda params, x, sigma, cond: x * (1.0 if cond is None else cond)  # noqa: E731
     np.testing.assert_allclose(guided(unconditional, 2.0, None)(None, x, sigma, jnp.full((2, 1), 3.0)), [[7.0], [7.0]])
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """A process from outside: it shares no code with ours and has only the documented members."""
+
+    keeps_history = False
+    noises_first = False
+
+    def levels(self, num_steps):
+        return np.linspace(1.0, 0.0, num_steps + 1)
+
+    def seen_levels(self, num_steps):
+        return self.levels(num_steps)[:-1]
+
+    def step_stds(self, num_steps):
+        return np.full(num_steps, 0.1)
+
+    def start(self, unit_noise, first_churn, num_steps):
+        return unit_noise
+
+    def mean_std(self, x, sigma, sigma_next, x0, prev_x0=None, prev_sigma=None, *, num_steps, x0_fn=None):
+        return 0.5 * (x + x0), jnp.float32(0.1)
+
+    def finish(self, x_last, last_x0, x0_fn):
+        return x_last
+
+    def corrupt(self, x0, sigma, noise):
+        return x0 + noise
+
+    def loss_weight(self, sigma):
+        return jnp.ones_like(sigma)
+
+    def draw_sigma(self, rng, shape):
+        return jax.random.uniform(rng, shape)
+
+
+def test_a_process_from_outside_runs_everything():
+    denoise = lambda params, x, sigma, cond: params * x  # noqa: E731
+    x0, trajectory = sample(
+        0.5, jax.random.key(0), None, denoise=denoise, process=Constant(), shape=(4, 2), num_steps=3, record=(0, 2)
+    )
+    np.testing.assert_array_equal(x0, trajectory.x_next[1])
+    loss, metrics = loss_fn(
+        0.5, trajectory, jnp.array([1.0, -1.0, 1.0, -1.0]), None, DataBatch(x0), jax.random.key(1), denoise=denoise,
+        process=Constant(), objective=ddrl(cond_dropout=0.0),
+    )  # fmt: skip
+    assert np.isfinite(loss) and metrics["ratio_max"] == 1.0 and metrics["data_loss"] > 0

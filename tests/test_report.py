@@ -515,6 +515,17 @@ def test_repeated_calls_give_the_same_page(tmp_path):
     assert not [p for p in workdir.rglob("*") if p.name.endswith(".tmp")]
 
 
+def test_a_loss_that_rose_within_its_limit_says_so(tmp_path):
+    path = _write_workdir(tmp_path, _clean_summary())
+    text = _Page(write_report(path).read_text()).text
+    assert "Clean" in text
+    assert text.count("\u25bc within limit") == 1
+    assert "\u25bc worse" not in text
+    (path / "summary.json").write_text(json.dumps(_hacked_summary()))
+    text = _Page(write_report(path).read_text()).text
+    assert text.count("\u25bc worse") == 3
+
+
 def test_everything_a_user_wrote_is_escaped(tmp_path):
     summary = _hacked_summary()
     summary["title"] = summary["command"] = summary["config_file"] = HOSTILE
@@ -522,6 +533,7 @@ def test_everything_a_user_wrote_is_escaped(tmp_path):
     summary["before"][HOSTILE] = 1.0
     for change in summary["changes"]:
         change["label"] = HOSTILE
+    summary["changes"][1]["label"] = "$\\frac{$"  # broken, were it read as mathematics
     for signal in summary["signals"]:
         signal["evidence"] = HOSTILE
     rows = _metrics()
@@ -537,7 +549,7 @@ def test_everything_a_user_wrote_is_escaped(tmp_path):
     page = _Page(raw)
     _assert_self_contained(page, raw)
     assert "<script" not in raw
-    assert page.text.count(HOSTILE) >= 24 + 8
+    assert page.text.count(HOSTILE) >= 24 + 7
     known = {"class", "id", "style", "role", "aria-label", "lang", "charset", "name", "content",
              "http-equiv", "href", "type", "colspan", "data-h", "aria-hidden", "transform"}  # fmt: skip
     geometry = {"viewbox", "d", "x", "y", "x1", "x2", "y1", "y2", "width", "height", "rx", "fill",
@@ -655,11 +667,15 @@ def test_large_videos_do_not_make_a_huge_page(tmp_path):
     for step in (0, 9):
         folder = tmp_path / "eval" / f"{step:06d}"
         folder.mkdir(parents=True)
-        video = rng.integers(0, 256, (3, 40, 160, 256, 3), dtype=np.uint8)
+        video = rng.integers(0, 256, (3, 12, 160, 256, 3), dtype=np.uint8)
         np.savez(folder / "samples.npz", video=video, caption=np.array(["a", "b", "c"]))
     page = write_report(tmp_path)
     assert page.stat().st_size < 3e6
     assert "image/jpeg" in page.read_text()
+    with Image.open(tmp_path / "samples" / "after.gif") as image:
+        assert (image.n_frames, image.size) == (12, (3 * 164 + 4, 100 + 8))
+    frames, _ = _decode(tmp_path / "samples" / "after.mp4")
+    assert {f.shape for f in frames} == {(160 + 8, 3 * 260 + 4, 3)}
 
 
 def test_rows_with_gaps_and_single_points_draw(tmp_path):

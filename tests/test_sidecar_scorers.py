@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ddrl_jax.data.digits import write_clips  # noqa: E402
+from ddrl_jax.data.digits import all_prompts, write_clips  # noqa: E402
 from ddrl_jax.sidecar.codec import Identity, Unshuffle, parse_codec, to_video  # noqa: E402
 from ddrl_jax.sidecar.protocol import EnqueueHeader, Limits  # noqa: E402
 from ddrl_jax.sidecar.scorers import digits_training, load, resolve  # noqa: E402
@@ -60,11 +60,20 @@ def test_unshuffle_layout():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "wan", "unshuffle", "unshuffle:factor=x", "unshuffle:factor=2,sd=1", "unshuffle:factor=2,std=0",
-             "unshuffle:factor=2,mean=nan", "identity:factor=2"]  # fmt: skip
+    "text",
+    [
+        "",
+        "wan",
+        "unshuffle",
+        "unshuffle:factor=x",
+        "unshuffle:factor=2,sd=1",
+        "unshuffle:factor=2,std=0",
+        "unshuffle:factor=2,mean=nan",
+        "identity:factor=2",
+    ],
 )
 def test_bad_codecs(text):
-    with pytest.raises(ValueError, match="^codec: "):
+    with pytest.raises(ValueError, match=r"^codec: "):
         parse_codec(text)
 
 
@@ -200,7 +209,7 @@ def test_motion_formula_by_hand():
 
 
 def test_unknown_prompts_and_shapes_fail_the_request(scorer):
-    with pytest.raises(ValueError, match="prompt 'a cat' is none of the 90 captions"):
+    with pytest.raises(ValueError, match="prompt 'a cat' names no digit and direction"):
         scorer.score(torch.zeros(1, 1, 4, 12, 12), ["a cat"])
     with pytest.raises(ValueError, match=r"trained on \(4, 12, 12\)"):
         scorer.score(torch.zeros(1, 1, 4, 16, 12), ["a seven moving up"])
@@ -227,15 +236,30 @@ def test_damaged_and_missing_weights(folder, tmp_path):
 
 def test_files_are_readable_without_pickle(folder):
     config = json.loads((folder / "weights" / "digits.json").read_text())
-    assert config["shape_THW"] == [4, 12, 12] and len(config["prompts"]) == 90
-    assert config["prompts"]["a seven moving up and to the left"] == [7, 7]
+    assert config["shape_THW"] == [4, 12, 12]
+    assert config["digits"]["seven"] == 7 and len(config["digits"]) == 10
+    assert config["directions"]["up left"] == 7 and len(config["directions"]) == 9
+
+
+def test_every_prompt_is_understood_and_nonsense_is_not(scorer):
+    for digit, direction, prompt in all_prompts():
+        assert scorer._classes(prompt) == (digit, direction)
+    for nonsense in ("", "a seven", "moving up", "a seven and an eight moving up", "a seven up and down"):
+        with pytest.raises(ValueError, match="names no digit and direction"):
+            scorer._classes(nonsense)
+
+
+def test_captions_that_contradict_their_labels():
+    clips = {"caption": np.array(["a one moving up", "a one staying still"]), "digit": np.array([1, 2])}
+    with pytest.raises(ValueError, match="'a one staying still' does not tell digit 2"):
+        digits_training.read_captions(clips | {"direction": np.array([0, 8])})
 
 
 def test_unreadable_clips(tmp_path):
-    with pytest.raises(ValueError, match="^data: "):
+    with pytest.raises(ValueError, match=r"^data: "):
         digits_training.read_clips(str(tmp_path))
     (tmp_path / "clips.npz").write_bytes(b"no zip")
-    with pytest.raises(ValueError, match="^data: "):
+    with pytest.raises(ValueError, match=r"^data: "):
         digits_training.read_clips(str(tmp_path))
     np.savez(tmp_path / "clips.npz", video=np.zeros((200, 4, 12, 12, 1), np.uint8))
     with pytest.raises(ValueError, match="lacks"):

@@ -76,7 +76,7 @@ def test_no_history_is_the_euler_step_in_every_spelling_with_equal_finite_gradie
         process = EDMChurn()
 
         def value(x, sigma, sigma_next, x0, prev_x0, prev_sigma, process=process):
-            mean, std = process.mean_std(x, sigma, sigma_next, x0, prev_x0, prev_sigma, num_steps=20)
+            mean, _ = process.mean_std(x, sigma, sigma_next, x0, prev_x0, prev_sigma, num_steps=20)
             return jnp.sum(mean * cotangent), mean
 
         def value_and_grads(prev_x0, prev_sigma, process=process):

@@ -42,14 +42,15 @@ class Checkpoints:
         """(step, state) of the newest readable checkpoint, or None when there is none.
 
         `like`: a tree of arrays or ShapeDtypeStructs whose shapes, dtypes and shardings the result takes; the mesh may
-        differ from the one that saved. A checkpoint that cannot be read is reported and the one before it is taken. Raises RuntimeError when there are checkpoints and none can be read.
+        differ from the one that saved. A checkpoint that cannot be read is reported and the one before it is taken.
+        Raises RuntimeError when there are checkpoints and none can be read.
         """
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         steps = self.steps()
         for step in reversed(steps):
             try:
                 return step, self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
-            except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the one before may be whole
+            except Exception as error:  # Whatever is wrong with it, the one before may be whole.
                 reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
                 warnings.warn(
                     f"checkpoint {self.folder.name}/{step} cannot be read ({reason}); falling back to the one before",

@@ -1,27 +1,31 @@
 """Weights in and out: the official and the diffusers form of the Cosmos DiT <-> (graphdef, params).
 
-Both forms are safetensors with torch's (out, in) matrices and every block's tensors by themselves; ours are (in, out) kernels
-with the blocks stacked along a leading axis. Nothing is skipped in silence: one error lists every missing, unexpected and
-misshapen name. Names and shapes: `specs/cosmos.md` section 7.
+Both forms hold torch's (out, in) matrices, every block's by themselves; ours are (in, out) kernels with the blocks
+stacked along a leading axis. Nothing is skipped in silence: one error lists every missing, unexpected and misshapen
+name. Names and shapes: `specs/cosmos.md` section 7.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import os
+import pickle
 import re
 import struct
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from ddrl_jax.models.cosmos_dit import CosmosDiT, CosmosDiTConfig
@@ -37,9 +41,16 @@ _PREFIX = {"raw": "net.", "ema": "net_ema."}
 _NO_PARAMETER = re.compile(r"^accum_|^pos_embedder\.|_extra_state$")
 
 
+class Form(NamedTuple):
+    """How a file names its tensors."""
+
+    layout: Layout
+    prefix: str = ""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Weight:
-    """One parameter in all three namings; "{}" is the block's number, and `dims` the torch shape in the letters of `_sizes`."""
+    """One parameter in all three namings; "{}" is the block's number, `dims` the torch shape in `_letters`' letters."""
 
     ours: str
     official: str
@@ -50,11 +61,10 @@ class _Weight:
     def stacked(self) -> bool:
         return self.ours.startswith("blocks.")
 
-    def name(self, layout: Layout, block: int = 0) -> str:
-        return (self.official if layout == "official" else self.diffusers).format(block)
-
-    def names(self, layout: Layout, depth: int) -> list[str]:
-        return [self.name(layout, block) for block in range(depth if self.stacked else 1)]
+    def names(self, form: Form, depth: int) -> list[str]:
+        """The file's names of this parameter, one a block."""
+        name = form.prefix + (self.official if form.layout == "official" else self.diffusers)
+        return [name.format(block) for block in range(depth if self.stacked else 1)]
 
 
 def _weights() -> list[_Weight]:
@@ -110,8 +120,9 @@ def load_pretrained(
     """Reads a Cosmos DiT.
 
     Args:
-      path: an official `.safetensors` file, or a folder with one or with shards and their index; a diffusers folder is one
-        that has a config.json. Sizes come from config.json, or from the tensors' shapes (head width = length of q_norm).
+      path: an official `.safetensors` or `.pt` file, a folder with one `.safetensors` or with shards and their index,
+        or a diffusers folder, which is one that has a config.json. Sizes come from config.json, or from the tensors'
+        shapes (head width = length of q_norm).
       which: of an official file, "raw" the `net.*` weights or "ema" the `net_ema.*` ones; the others are left alone.
       mesh: shard every parameter over its fsdp axis; None: on the default device. Each device reads its own part only.
       dtype: of the parameters; None is float32, which holds float32 and bfloat16 files exactly.
@@ -127,24 +138,26 @@ def load_pretrained(
     if which not in _PREFIX:
         raise ValueError(f'which={which!r}: must be "raw" or "ema"')
     tensors = _read(path)
-    layout: Layout = "diffusers" if (path / "config.json").is_file() else "official"
-    if layout == "diffusers":
+    if (path / "config.json").is_file():
         if which == "ema":
             raise ValueError(f'which="ema": {path} is a diffusers folder, which holds one set of weights; use "raw"')
+        form = Form("diffusers")
         config = _from_diffusers_json(path / "config.json")
-        _check(path, layout, tensors, config.depth, _letters(config))
+        _check(path, form, tensors, config.depth, _letters(config))
     else:
-        tensors = _official_tensors(path, tensors, which)
-        depth, letters = _infer(tensors)
-        _check(path, layout, tensors, depth, letters)
+        form = Form("official", _PREFIX[which])
+        tensors = _of_one_set(path, tensors, which)
+        depth, letters = _infer(tensors, form)
+        _check(path, form, tensors, depth, letters)
         config = _from_letters(depth, letters)
 
     param_dtype = np.dtype("float32" if dtype is None else dtype)
-    config = dataclasses.replace(config, param_dtype=param_dtype.name, dtype=compute_dtype or param_dtype.name)
+    compute = np.dtype(param_dtype if compute_dtype is None else compute_dtype)
+    config = dataclasses.replace(config, param_dtype=param_dtype.name, dtype=compute.name)
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: CosmosDiT(config, rngs=nnx.Rngs(0))))
     if mesh is None:
-        device = jax.config.jax_default_device or jax.local_devices()[0]
-        shardings = jax.tree.map(lambda _: SingleDeviceSharding(device), abstract)
+        default = jnp.zeros(()).sharding
+        shardings = jax.tree.map(lambda _: default, abstract)
     else:
         shardings = fsdp_sharding(mesh, abstract)
     placed = dict(nnx.to_flat_state(shardings))
@@ -152,16 +165,18 @@ def load_pretrained(
     flat = []
     for key, leaf in nnx.to_flat_state(abstract):
         weight = weights[".".join(map(str, key))]
-
-        def piece(index: tuple[slice, ...], weight: _Weight = weight) -> np.ndarray:
-            if not weight.stacked:
-                return tensors[weight.name(layout)].T[index].astype(param_dtype)
-            blocks = range(config.depth)[index[0]]
-            return np.stack([tensors[weight.name(layout, b)].T[index[1:]] for b in blocks]).astype(param_dtype)
-
-        array = jax.make_array_from_callback(leaf.shape, placed[key].get_value(), piece, dtype=param_dtype)
+        mapped = [tensors[name].T for name in weight.names(form, config.depth)]
+        read = functools.partial(_part, mapped, weight.stacked, param_dtype)
+        array = jax.make_array_from_callback(leaf.shape, placed[key].get_value(), read, dtype=param_dtype)
         flat.append((key, leaf.replace(array)))
     return graphdef, nnx.from_flat_state(flat)
+
+
+def _part(mapped: list[np.ndarray], stacked: bool, dtype: np.dtype, index: Any) -> np.ndarray:
+    """What one device holds of a parameter: `index` cuts the stacked array, and only the cut is read from disk."""
+    if not stacked:
+        return mapped[0][index].astype(dtype)
+    return np.stack([block[index[1:]].astype(dtype) for block in mapped[index[0]]])
 
 
 def save_pretrained(
@@ -182,10 +197,12 @@ def save_pretrained(
       params: its parameters.
       layout: "official" or "diffusers".
       dtype: of the tensors written; None: as the parameters are.
-      max_shard_bytes: a diffusers folder with more is split into files of at most this size (one tensor at least), with an index.
+      max_shard_bytes: a diffusers folder with more is split into files of at most this size (one tensor at least), with
+        an index.
 
     Raises:
-      ValueError: an unknown layout, a model that is not a Cosmos DiT, or a file where a folder is to be.
+      ValueError: an unknown layout, a model that is not a Cosmos DiT or, for "official", not of the official patch,
+        grid and RoPE (which that form does not hold), or a file where a folder is to be.
     """
     path = Path(path)
     model = nnx.merge(graphdef, params)
@@ -193,21 +210,29 @@ def save_pretrained(
         raise ValueError(f"graphdef is of a {type(model).__name__}; only a CosmosDiT can be saved")
     if layout not in ("official", "diffusers"):
         raise ValueError(f'layout={layout!r}: must be "official" or "diffusers"')
+    standard = CosmosDiTConfig
+    for field in ("patch", "max_grid", "rope_ratios") if layout == "official" else ():
+        if getattr(model.config, field) != getattr(standard, field):
+            raise ValueError(
+                f"{field} is {getattr(model.config, field)}; the official layout cannot say so, it means "
+                f'{getattr(standard, field)}: use layout="diffusers"'
+            )
     file = path if layout == "official" and path.suffix == ".safetensors" else path / "model.safetensors"
     if file.parent.exists() and not file.parent.is_dir():
         raise ValueError(f"path={path}: {file.parent} must be a folder; it is a file")
 
     leaves = {".".join(map(str, key)): leaf[...] for key, leaf in nnx.to_flat_state(nnx.state(model))}
+    form = Form(layout, _PREFIX["raw"] if layout == "official" else "")
     tensors = {}
     for weight in _WEIGHTS:
         value = np.asarray(leaves[weight.ours])
         value = value if dtype is None else value.astype(dtype)
-        for block, name in enumerate(weight.names(layout, model.config.depth)):
+        for block, name in enumerate(weight.names(form, model.config.depth)):
             tensors[name] = (value[block] if weight.stacked else value).T
 
     file.parent.mkdir(parents=True, exist_ok=True)
     if layout == "official":
-        _write_safetensors(file, {_PREFIX["raw"] + name: value for name, value in tensors.items()})
+        _write_safetensors(file, tensors)
         return
     shards: list[dict[str, np.ndarray]] = [{}]
     for name, value in sorted(tensors.items()):
@@ -219,21 +244,19 @@ def save_pretrained(
     if len(shards) == 1:
         _write_safetensors(path / f"{_DIFFUSERS_STEM}.safetensors", shards[0])
     else:
-        files = [f"{_DIFFUSERS_STEM}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-        for file, shard in zip(files, shards, strict=True):
-            _write_safetensors(path / file, shard)
-        index = {
-            "metadata": {"total_size": sum(value.nbytes for value in tensors.values())},
-            "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
-        }
+        index: dict[str, Any] = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": {}}
+        for i, shard in enumerate(shards, start=1):
+            shard_name = f"{_DIFFUSERS_STEM}-{i:05d}-of-{len(shards):05d}.safetensors"
+            _write_safetensors(path / shard_name, shard)
+            index["weight_map"] |= dict.fromkeys(shard, shard_name)
         _write(path / f"{_DIFFUSERS_STEM}.safetensors.index.json", json.dumps(index, indent=2).encode())
     _write(path / "config.json", json.dumps(_diffusers_json(model.config), indent=2).encode())
 
 
-# ---- names and sizes ------------------------------------------------------------------------------------------------
+# ---- names and sizes -------------------------------------------------------------------------------------------------
 #
-# The letters of `_Weight.dims`: D width, K head width, M hidden width of the MLP, R rank of the modulation, S width of the
-# text features, E the width they are projected to, I and O what a patch holds going in (two mask channels more) and out.
+# The letters of `_Weight.dims`: D width, K head width, M hidden width of the MLP, R rank of the modulation, S width of
+# the text features, E the width they are projected to, I and O what a patch holds going in (with two masks) and out.
 
 
 def _letters(config: CosmosDiTConfig) -> dict[str, int]:
@@ -241,7 +264,7 @@ def _letters(config: CosmosDiTConfig) -> dict[str, int]:
     return {
         "D": config.width,
         "K": config.head_width,
-        "M": int(config.width * config.mlp_ratio),
+        "M": config.mlp_width,
         "R": config.adaln_rank,
         "S": config.context_in,
         "E": config.context_dim,
@@ -251,13 +274,13 @@ def _letters(config: CosmosDiTConfig) -> dict[str, int]:
 
 
 def _from_letters(depth: int, letters: Mapping[str, int]) -> CosmosDiTConfig:
-    """The sizes of an official checkpoint; what its shapes do not show is the same for all of them (patch, grid, RoPE)."""
+    """An official checkpoint's sizes; what its shapes do not show is the same for all of them (patch, grid, RoPE)."""
     patch = CosmosDiTConfig.patch
     cells = int(np.prod(patch))
     if letters["O"] % cells or letters["I"] - letters["O"] != 2 * cells or letters["D"] % letters["K"]:
         raise ValueError(
-            f"not a Cosmos DiT: a patch takes {letters['I']} and gives {letters['O']} numbers (must be {cells}(C+2) and "
-            f"{cells}C), heads of {letters['K']} in a width of {letters['D']}"
+            f"not a Cosmos DiT: a patch takes {letters['I']} and gives {letters['O']} numbers (must be {cells}(C+2) "
+            f"and {cells}C), heads of {letters['K']} in a width of {letters['D']}"
         )
     return CosmosDiTConfig(
         in_channels=letters["O"] // cells,
@@ -271,27 +294,33 @@ def _from_letters(depth: int, letters: Mapping[str, int]) -> CosmosDiTConfig:
     )
 
 
-def _infer(tensors: Tensors) -> tuple[int, dict[str, int]]:
-    """Depth and sizes of official tensors: for every letter what most tensors say, so that one bad shape is found out."""
-    numbers = [int(match[1]) for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))]
-    depth = max(numbers, default=0) + 1
+def _infer(tensors: Tensors, form: Form) -> tuple[int, dict[str, int]]:
+    """Depth and sizes from the shapes: for every letter what most tensors say, so that one bad shape is found out."""
+    block = re.compile(re.escape(form.prefix) + r"blocks\.(\d+)\.")
+    depth = max((int(match[1]) for name in tensors if (match := block.match(name))), default=0) + 1
     votes: dict[str, collections.Counter[int]] = collections.defaultdict(collections.Counter)
     for weight in _WEIGHTS:
-        for name in weight.names("official", depth):
+        for name in weight.names(form, depth):
             shape, dims = tensors[name].shape if name in tensors else (), weight.dims.split()
             if len(shape) == len(dims):
                 for size, dim in zip(shape, dims, strict=True):
                     votes[dim[-1]][size // int(dim[:-1] or 1)] += 1
-    return depth, {letter: counter.most_common(1)[0][0] for letter, counter in votes.items()}
+    letters = {letter: counter.most_common(1)[0][0] for letter, counter in votes.items()}
+    masks = 2 * int(np.prod(CosmosDiTConfig.patch))
+    if "I" in letters:
+        letters["O"] = letters["I"] - masks
+    elif "O" in letters:
+        letters["I"] = letters["O"] + masks
+    return depth, letters
 
 
-def _check(path: Path, layout: Layout, tensors: Tensors, depth: int, letters: Mapping[str, int]) -> None:
+def _check(path: Path, form: Form, tensors: Tensors, depth: int, letters: Mapping[str, int]) -> None:
     """Raises one ValueError with every name that is missing, unexpected or misshapen."""
     known, missing, misshapen = set(), [], []
     for weight in _WEIGHTS:
         # A letter without a size: every tensor that has it is missing or of the wrong rank.
         want = tuple(int(dim[:-1] or 1) * letters.get(dim[-1], -1) for dim in weight.dims.split())
-        for name in weight.names(layout, depth):
+        for name in weight.names(form, depth):
             known.add(name)
             if name not in tensors:
                 missing.append(name)
@@ -304,28 +333,26 @@ def _check(path: Path, layout: Layout, tensors: Tensors, depth: int, letters: Ma
     )
     if any(names for _, names in parts):
         raise ValueError(
-            f"{path} does not fit a Cosmos DiT in the {layout} form: "
+            f"{path} does not fit a Cosmos DiT in the {form.layout} form: "
             + "; ".join(f"{len(names)} {word}: {', '.join(names)}" for word, names in parts if names)
         )
 
 
-def _official_tensors(path: Path, tensors: Tensors, which: str) -> dict[str, np.ndarray]:
-    """The chosen set without its prefix and without what is no parameter; foreign names stay, to be reported."""
-    prefix = _PREFIX[which]
-    others = tuple(p for p in _PREFIX.values() if p != prefix)
-    chosen = {}
-    for name, tensor in tensors.items():
-        short = name.removeprefix(prefix)
-        if not name.startswith(others) and not _NO_PARAMETER.search(short):
-            chosen[short] = tensor
-    if not any(name.startswith(prefix) for name in tensors):
-        found = [key for key, p in _PREFIX.items() if any(name.startswith(p) for name in tensors)]
+def _of_one_set(path: Path, tensors: Tensors, which: str) -> dict[str, np.ndarray]:
+    """An official file's tensors without the other set and what is no parameter; foreign names stay, to be reported."""
+    found = [key for key, prefix in _PREFIX.items() if any(name.startswith(prefix) for name in tensors)]
+    if which not in found:
         hint = f'it has which="{found[0]}"' if found else "it is no official Cosmos checkpoint"
-        raise ValueError(f'which="{which}": {path} has no names {prefix}*; {hint}')
-    return chosen
+        raise ValueError(f'which="{which}": {path} has no names {_PREFIX[which]}*; {hint}')
+    other = _PREFIX["ema" if which == "raw" else "raw"]
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(other) and not _NO_PARAMETER.search(name.removeprefix(_PREFIX[which]))
+    }
 
 
-# ---- the diffusers config ---------------------------------------------------------------------------------------------
+# ---- the diffusers config --------------------------------------------------------------------------------------------
 
 
 def _diffusers_json(config: CosmosDiTConfig) -> dict[str, Any]:
@@ -362,11 +389,11 @@ def _from_diffusers_json(file: Path) -> CosmosDiTConfig:
     if kind != _DIFFUSERS_CLASS:
         raise ValueError(f"{file}: _class_name is {kind!r}; only {_DIFFUSERS_CLASS} can be loaded")
     ours = _diffusers_json(CosmosDiTConfig())
-    optional = {"_class_name", "_diffusers_version", "controlnet_block_every_n", "img_context_dim_in"}
-    if absent := sorted(set(ours) - optional - set(given)):
+    later = ("controlnet_block_every_n", "img_context_dim_in")  # not in the files of older versions
+    if absent := sorted(set(ours) - set(later) - set(given) - {"_diffusers_version"}):
         raise ValueError(f"{file} has no {', '.join(absent)}")
-    for field in ("concat_padding_mask", "use_crossattn_projection", "extra_pos_embed_type", *sorted(optional)[2:]):
-        if (given.get(field) or None) != (ours[field] or None):
+    for field in ("concat_padding_mask", "use_crossattn_projection", "extra_pos_embed_type", *later):
+        if (given.get(field) or None) != ours[field]:
             raise ValueError(f"{file}: {field} is {given[field]!r}; a Cosmos-Predict2.5 DiT has {ours[field]!r}")
     if given["in_channels"] != given["out_channels"] + 1:
         raise ValueError(
@@ -392,7 +419,7 @@ def _from_diffusers_json(file: Path) -> CosmosDiTConfig:
         raise ValueError(f"{file}: {error}") from error
 
 
-# ---- safetensors ------------------------------------------------------------------------------------------------------
+# ---- safetensors -----------------------------------------------------------------------------------------------------
 #
 # Read and written here, not with the package: it has no numpy bfloat16, and a 14B file must be mapped, not loaded.
 
@@ -413,8 +440,8 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 def _read(path: Path) -> dict[str, np.ndarray]:
     """All tensors of a file, of a folder with one, or of a folder with shards and their index; mapped, not loaded."""
-    if path.suffix in (".pt", ".pth", ".bin", ".ckpt"):
-        raise ValueError(f"{path} is a torch pickle, which is not read yet; convert it to .safetensors first")
+    if path.is_file() and path.suffix in (".pt", ".pth"):
+        return _map_torch(path)
     if path.is_file():
         return _map_safetensors(path)
     if not path.is_dir():
@@ -434,7 +461,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         return tensors
     if len(indices) > 1 or len(files) != 1:
         raise ValueError(
-            f"{path} holds {len(files)} .safetensors files and {len(indices)} indices; one file, or one index, is needed"
+            f"{path} holds {len(files)} .safetensors files and {len(indices)} indices; one file or one index is needed"
         )
     return _map_safetensors(files[0])
 
@@ -485,3 +512,99 @@ def _write(file: Path, *parts: bytes | np.ndarray) -> None:
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
+
+
+# ---- torch files -----------------------------------------------------------------------------------------------------
+#
+# A `.pt` file is a zip of raw storages and one pickle that names them. Only the few constructors of a dict of tensors
+# mean anything here, everything else in the pickle becomes an inert stand-in: reading needs no torch and runs no code
+# of the file.
+
+_STORAGES = {
+    "DoubleStorage": "F64",
+    "FloatStorage": "F32",
+    "HalfStorage": "F16",
+    "BFloat16Storage": "BF16",
+    "LongStorage": "I64",
+    "IntStorage": "I32",
+    "ShortStorage": "I16",
+    "CharStorage": "I8",
+    "ByteStorage": "U8",
+    "BoolStorage": "BOOL",
+}
+
+
+class _Foreign:
+    """What a pickle's other classes and functions become."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+
+    def __setstate__(self, state: Any) -> None:
+        del state
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: IO[bytes], storage: Callable[[str], np.ndarray]):
+        super().__init__(stream)
+        self._storage = storage
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return collections.OrderedDict
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _rebuild_tensor
+        if (module, name) == ("torch._utils", "_rebuild_parameter"):
+            return lambda tensor, *_: tensor
+        if module == "torch" and name in _STORAGES:
+            return _DTYPES[_STORAGES[name]]
+        return _Foreign
+
+    def persistent_load(self, pid: Any) -> np.ndarray:
+        _, dtype, key, _, _ = pid
+        if not isinstance(dtype, np.dtype):
+            raise ValueError("it holds a storage of a kind that is not known here")
+        return self._storage(key).view(dtype)
+
+
+def _rebuild_tensor(storage: np.ndarray, offset: int, shape: Any, stride: Any, *_: Any) -> np.ndarray:
+    last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    if offset < 0 or min(stride, default=0) < 0 or (0 not in shape and last >= storage.size):
+        raise ValueError("a tensor reaches outside its storage")
+    steps = [step * storage.itemsize for step in stride]
+    return np.lib.stride_tricks.as_strided(storage[offset:], shape, steps, writeable=False)
+
+
+def _map_torch(file: Path) -> dict[str, np.ndarray]:
+    """The tensors of a state dict, bare or under "model" beside other things of a run; mapped, not loaded."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            (root,) = (name.removesuffix("data.pkl") for name in archive.namelist() if name.endswith("/data.pkl"))
+            data = np.memmap(file, np.uint8, "r")
+
+            def storage(key: str) -> np.ndarray:
+                info = archive.getinfo(f"{root}data/{key}")
+                if info.compress_type != zipfile.ZIP_STORED:
+                    raise ValueError("its storages are compressed")
+                # The local header, 30 bytes and two names, may differ in length from the one in the directory.
+                name, extra = struct.unpack("<HH", data[info.header_offset + 26 : info.header_offset + 30].tobytes())
+                begin = info.header_offset + 30 + name + extra
+                return data[begin : begin + info.file_size]
+
+            with archive.open(f"{root}data.pkl") as stream:
+                state = _Unpickler(stream, storage).load()
+    except (
+        zipfile.BadZipFile,
+        pickle.UnpicklingError,
+        EOFError,
+        KeyError,
+        TypeError,
+        ValueError,
+        struct.error,
+    ) as error:
+        raise ValueError(f"{file} is not a torch file of the zip form, whole and of plain tensors: {error}") from error
+    if isinstance(state, dict) and isinstance(state.get("model"), dict):
+        state = state["model"]
+    if not isinstance(state, dict):
+        raise ValueError(f"{file} does not hold a dict of tensors")
+    return {name: value if isinstance(value, np.ndarray) else np.empty(0) for name, value in state.items()}

@@ -29,17 +29,22 @@ SPLITS: tuple[str, ...] = get_args(Split)
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Clockwise from up; the last one does not move.
-MOTIONS = (
-    "moving up",
-    "moving up and to the right",
-    "moving to the right",
-    "moving down and to the right",
-    "moving down",
-    "moving down and to the left",
-    "moving to the left",
-    "moving up and to the left",
-    "staying still",
+DIRECTIONS = (
+    "up",
+    "up and to the right",
+    "to the right",
+    "down and to the right",
+    "down",
+    "down and to the left",
+    "to the left",
+    "up and to the left",
+    "still",
 )
+# Each (digit, direction) can be said in eight ways, so that there are captions that training never sees.
+MOVING = ("moving", "drifting", "gliding", "sliding")
+RESTING = ("staying", "standing", "resting", "sitting")
+WORDINGS = 2 * len(MOVING)
+_HELDOUT_WORDINGS = 3  # of the eight, another three for each digit and direction
 _DIAGONAL = 0.5**0.5
 # Unit velocities (rows, columns); rows count downwards.
 VELOCITIES = np.array(
@@ -72,17 +77,32 @@ _OFFSET = 0.25
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def caption(digit: int, direction: int) -> str:
-    """The caption of a digit (0..9) and a motion (0..8): "an eight staying still"."""
-    if not (0 <= digit < len(DIGITS) and 0 <= direction < len(MOTIONS)):
-        raise ValueError(f"digit {digit}, direction {direction}: the digit must be in 0..9 and the direction in 0..8")
-    name = DIGITS[digit]
-    return f"{'an' if name[0] == 'e' else 'a'} {name} {MOTIONS[direction]}"
+def caption(digit: int, direction: int, wording: int = 0) -> str:
+    """The caption of a digit (0..9) and a direction (0..8), said in one of eight ways: "an eight staying still"."""
+    if not (0 <= digit < len(DIGITS) and 0 <= direction < len(DIRECTIONS) and 0 <= wording < WORDINGS):
+        raise ValueError(
+            f"digit {digit}, direction {direction}, wording {wording}: must be in 0..9, 0..8 and 0..{WORDINGS - 1}"
+        )
+    name, (named, verb) = DIGITS[digit], divmod(wording, len(MOVING))
+    article = "the digit" if named else "an" if name[0] == "e" else "a"
+    moves = direction != len(DIRECTIONS) - 1
+    return f"{article} {name} {(MOVING if moves else RESTING)[verb]} {DIRECTIONS[direction]}"
 
 
-def all_prompts() -> list[tuple[int, int, str]]:
-    """All 90 prompts as (digit, direction, caption), digit by digit."""
-    return [(d, m, caption(d, m)) for d in range(len(DIGITS)) for m in range(len(MOTIONS))]
+def is_heldout(digit: Any, direction: Any, wording: Any) -> Any:
+    """Whether a caption is kept from training: three wordings of eight, rotating over digits and directions. Vectorised."""
+    return (wording + 3 * digit + direction) % WORDINGS < _HELDOUT_WORDINGS
+
+
+def all_prompts(heldout: bool | None = None) -> list[tuple[int, int, str]]:
+    """Prompts as (digit, direction, caption): all 720, the 450 of training (False) or the 270 held-out ones (True)."""
+    return [
+        (d, m, caption(d, m, w))
+        for w in range(WORDINGS)
+        for d in range(len(DIGITS))
+        for m in range(len(DIRECTIONS))
+        if heldout is None or is_heldout(d, m, w) == heldout
+    ]
 
 
 VOCABULARY: tuple[str, ...] = tuple(dict.fromkeys(w for _, _, text in all_prompts() for w in text.split()))
@@ -146,7 +166,7 @@ def _render(scan_N88: np.ndarray, start_N2: np.ndarray, step_N2: np.ndarray, fra
 
 @dataclass(frozen=True)
 class Clip:
-    """One clip: video uint8 (T,H,W,1); digit 0..9; direction 0..8 (`MOTIONS`); scan, its row in `load_digits`."""
+    """One clip: video uint8 (T,H,W,1); digit 0..9; direction 0..8 (`DIRECTIONS`); scan, its row in `load_digits`."""
 
     video: np.ndarray
     digit: int
@@ -159,7 +179,9 @@ class Clip:
 class DigitClips:
     """A random-access stream of clips; clip n is a pure function of (seed, split, n) and of the clip's shape.
 
-    Digit and direction are independent and uniform, the scan is uniform within its digit.
+    Digit and direction are independent and uniform, the scan is uniform within its digit. The wording of the caption is
+    uniform over the training ones for "train", over the held-out ones for "heldout", over all for the others, whose
+    readers have to know every prompt.
 
     Raises:
       ValueError: unknown split, fewer than 2 frames, a canvas under 10 pixels, a negative seed.
@@ -205,13 +227,13 @@ class DigitClips:
         return (_mix(state_N[None] + counter) >> np.uint64(11)) * 2.0**-53
 
     def arrays(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """Clips as stored: video uint8 (N,T,H,W,1); digit, direction, scan int32 (N,)."""
+        """Clips as stored: video uint8 (N,T,H,W,1); digit, direction, wording, scan int32 (N,)."""
         index_N = np.asarray(indices, np.int64).reshape(-1)
         if index_N.size and not (index_N.min() >= 0 and index_N.max() < NOMINAL_LENGTH):
             raise IndexError(f"clip index must be in 0 .. {NOMINAL_LENGTH - 1}")
-        u = self._uniform(index_N, 6)
+        u = self._uniform(index_N, 7)
         digit_N = (u[0] * len(DIGITS)).astype(np.int64)
-        direction_N = (u[1] * len(MOTIONS)).astype(np.int64)
+        direction_N = (u[1] * len(DIRECTIONS)).astype(np.int64)
         rows, first, count = self._by_digit
         scan_N = rows[first[digit_N] + (u[2] * count[digit_N]).astype(np.int64)]
 
@@ -228,8 +250,14 @@ class DigitClips:
             self.frames,
             self.size,
         )
+        first_wording, wordings = {
+            "train": (_HELDOUT_WORDINGS, WORDINGS - _HELDOUT_WORDINGS),
+            "heldout": (0, _HELDOUT_WORDINGS),
+        }.get(self.split, (0, WORDINGS))
+        turn_N = first_wording + (u[6] * wordings).astype(np.int64)
         return {
             "video": np.rint(canvas_NTHW * 255).astype(np.uint8)[..., None],
+            "wording": ((turn_N - 3 * digit_N - direction_N) % WORDINGS).astype(np.int32),
             "digit": digit_N.astype(np.int32),
             "direction": direction_N.astype(np.int32),
             "scan": scan_N.astype(np.int32),
@@ -239,13 +267,17 @@ class DigitClips:
         """Clip n."""
         a = self.arrays([n])
         digit, direction = int(a["digit"][0]), int(a["direction"][0])
-        return Clip(a["video"][0], digit, direction, caption(digit, direction), int(a["scan"][0]))
+        return Clip(a["video"][0], digit, direction, _captions(a)[0], int(a["scan"][0]))
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, Any]:
         """Clips for a model: video float32 (N,1,T,H,W) in [-1,1]; digit, direction int32 (N,); caption list of N."""
         a = self.arrays(indices)
-        captions = [caption(d, m) for d, m in zip(a["digit"].tolist(), a["direction"].tolist(), strict=True)]
-        return _model_batch(a["video"], a["digit"], a["direction"], captions)
+        return _model_batch(a["video"], a["digit"], a["direction"], _captions(a))
+
+
+def _captions(a: dict[str, np.ndarray]) -> list[str]:
+    columns = (a[name].tolist() for name in ("digit", "direction", "wording"))
+    return [caption(d, m, w) for d, m, w in zip(*columns, strict=True)]
 
 
 def _model_batch(
@@ -315,7 +347,7 @@ def write_clips(
     if target.suffix != ".npz":
         target = target / CLIPS_FILE
     a = source.arrays(np.arange(count))
-    captions = [caption(d, m) for d, m in zip(a["digit"].tolist(), a["direction"].tolist(), strict=True)]
+    captions = _captions(a)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".partial")
     try:

@@ -1,4 +1,4 @@
-"""Batches of clips and of prompts, with Grain: batch n is a pure function of (seed, n).
+"""Batches of clips, with Grain: batch n is a pure function of (seed, n).
 
 Every data set here is a `grain.MapDataset` without end: `dataset[n]` is this process's part of global batch n.
 Nothing but n is needed to resume, and the global batch does not depend on how many processes read it: process p
@@ -82,38 +82,6 @@ def clip_batches(
     return _index_batches(len(source), batch_size, seed, process_index, process_count).map(source.batch)
 
 
-def prompt_batches(
-    prompts_per_batch: int,
-    seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
-    prompts: Sequence[tuple[int, int, str]] | None = None,
-) -> grain.MapDataset:
-    """Shuffled batches of prompts for rollouts, without end; every prompt once a pass.
-
-    Args:
-      prompts_per_batch: prompts of the global batch (each becomes a group); a multiple of process_count.
-      seed, process_index, process_count: as in `clip_batches`.
-      prompts: (digit, direction, caption) each; default all 90.
-
-    Returns:
-      A MapDataset of dicts: digit, direction int32 (P,); caption, a list of P.
-
-    Raises:
-      ValueError: as in `clip_batches`.
-    """
-    _check_split("prompts_per_batch", prompts_per_batch, process_index, process_count)
-    table = digits.all_prompts() if prompts is None else list(prompts)
-    if not table:
-        raise ValueError("prompts is empty: at least 1 is needed")
-
-    def look_up(indices: np.ndarray) -> dict[str, Any]:
-        return _columns([table[i] for i in indices.tolist()])
-
-    indices = _index_batches(len(table), prompts_per_batch, seed, process_index, process_count)
-    return indices.map(look_up)
-
-
 def _columns(rows: Sequence[tuple[int, int, str]]) -> dict[str, Any]:
     digit, direction, text = zip(*rows, strict=True)
     return {
@@ -126,12 +94,12 @@ def _columns(rows: Sequence[tuple[int, int, str]]) -> dict[str, Any]:
 def evaluation_prompts(count: int) -> dict[str, Any]:
     """A fixed list of prompts for evaluations before and after: digit, direction int32 (count,), caption list.
 
-    All 90 in one fixed mixed order, again and again: any prefix is as balanced as can be, and a longer list
-    begins with the shorter one.
+    The 270 held-out ones (captions that training never sees) in one fixed mixed order, again and again: any prefix is as
+    balanced as can be, and a longer list begins with the shorter one.
     """
     if count < 1:
         raise ValueError(f"count = {count}: must be at least 1")
-    table = digits.all_prompts()
+    table = digits.all_prompts(heldout=True)
     order = np.random.Generator(np.random.PCG64(_PROMPT_SEED)).permutation(len(table))
     return _columns([table[i] for i in itertools.islice(itertools.cycle(order.tolist()), count)])
 

@@ -1,4 +1,4 @@
-"""Networks (Flax NNX) and the functions that make denoisers and latents of them. Names resolve on first use (PEP 562)."""
+"""Networks (Flax NNX) and what makes denoisers and latents of them. Names resolve on first use (PEP 562)."""
 
 from __future__ import annotations
 

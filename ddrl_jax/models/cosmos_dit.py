@@ -1,7 +1,7 @@
 """The Cosmos-Predict2.5 video diffusion transformer (MinimalV1LVGDiT), from a toy's size to 14B by configuration alone.
 
-Written to `specs/cosmos.md` section 1, whose step numbers the comments name. The network maps a latent, a time in [0, 1]
-and text features to a latent; noise levels and preconditioning belong to `denoiser.py`.
+Written to `specs/cosmos.md` section 1, whose step numbers the comments name. The network maps a latent, a time in
+[0, 1] and text features to a latent; noise levels and preconditioning belong to `denoiser.py`.
 
 Dims: B batch, C latent channel, T latent frame, H W rows and columns (h w: of patches), L token = t*h*w, D width,
 N head, K head width, S context token, G conditions (G divides B; condition g serves rows g*B/G to (g+1)*B/G - 1).
@@ -10,7 +10,7 @@ N head, K head width, S context token, G conditions (G divides B; condition g se
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import chex
 import jax
@@ -73,6 +73,8 @@ class CosmosDiTConfig:
             object.__setattr__(self, name, jnp.dtype(getattr(self, name)).name)
         for name in ("patch", "max_grid", "rope_ratios"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.depth < 1 or self.heads < 1:
+            raise ValueError(f"depth is {self.depth}, heads is {self.heads}; both must be at least 1")
         if self.width % self.heads:
             raise ValueError(f"heads is {self.heads}; it must divide width {self.width}")
         if self.width // self.heads % 2 or self.width // self.heads < 12:
@@ -86,6 +88,11 @@ class CosmosDiTConfig:
     def head_width(self) -> int:
         """K."""
         return self.width // self.heads
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden width of the MLP."""
+        return round(self.width * self.mlp_ratio)
 
 
 def cosmos_2b(**changes) -> CosmosDiTConfig:
@@ -105,7 +112,7 @@ class Modulation(nnx.Module):
     """
 
     def __init__(self, config: CosmosDiTConfig, parts: int, *, rngs: nnx.Rngs):
-        dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype}
+        dtypes: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype}
         self.parts = parts
         self.down = Linear(config.width, config.adaln_rank, rngs=rngs, **dtypes)
         self.up = Linear(config.adaln_rank, parts * config.width, rngs=rngs, zero=True, **dtypes)
@@ -121,7 +128,7 @@ class Attention(nnx.Module):
     """Multi-head attention with RMSNorm on each head's queries and keys, then RoPE if angles are given (step 8)."""
 
     def __init__(self, config: CosmosDiTConfig, d_context: int, *, rngs: nnx.Rngs):
-        dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype}
+        dtypes: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype}
         self.heads = config.heads
         self.q = Linear(config.width, config.width, rngs=rngs, **dtypes)
         self.k = Linear(d_context, config.width, rngs=rngs, **dtypes)
@@ -130,13 +137,10 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(config.head_width, **dtypes)
         self.k_norm = RMSNorm(config.head_width, **dtypes)
 
-    def __call__(
-        self, x_BLD: jax.Array, context_GSD: jax.Array, angles_LK: jax.Array | None = None
-    ) -> jax.Array:
+    def __call__(self, x_BLD: jax.Array, context_GSD: jax.Array, angles_LK: jax.Array | None = None) -> jax.Array:
         """Queries from x (B,L,D), keys and values from the context (G,S,D), G dividing B -> (B,L,D)."""
         q, k, v = (
-            y.reshape(*y.shape[:2], self.heads, -1)
-            for y in (self.q(x_BLD), self.k(context_GSD), self.v(context_GSD))
+            y.reshape(*y.shape[:2], self.heads, -1) for y in (self.q(x_BLD), self.k(context_GSD), self.v(context_GSD))
         )
         q, k = self.q_norm(q), self.k_norm(k)
         if angles_LK is not None:
@@ -150,10 +154,9 @@ class MLP(nnx.Module):
     """D -> ratio*D -> D with the exact (erf) GELU between (step 10)."""
 
     def __init__(self, config: CosmosDiTConfig, *, rngs: nnx.Rngs):
-        dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype}
-        hidden = int(config.width * config.mlp_ratio)
-        self.up = Linear(config.width, hidden, rngs=rngs, **dtypes)
-        self.down = Linear(hidden, config.width, rngs=rngs, **dtypes)
+        dtypes: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype}
+        self.up = Linear(config.width, config.mlp_width, rngs=rngs, **dtypes)
+        self.down = Linear(config.mlp_width, config.width, rngs=rngs, **dtypes)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """(..., D) -> (..., D)."""
@@ -203,14 +206,15 @@ class Block(nnx.Module):
 class CosmosDiT(nnx.Module):
     """The network of `specs/cosmos.md` section 1.
 
-    Blocks are stacked along a leading depth axis and run by a scan: compile time and program size do not grow with depth.
+    Blocks are stacked along a leading depth axis and run by a scan: the program does not grow with depth.
 
     A new network predicts exactly zero: the final projection, every L2 and the time MLP's second layer start at zero
     (adaLN-Zero, Peebles & Xie 2023), all other products at a normal of std 1/sqrt(d_in) cut at 3 std.
     """
 
     def __init__(self, config: CosmosDiTConfig, *, rngs: nnx.Rngs):
-        c, dtypes = config, {"dtype": config.dtype, "param_dtype": config.param_dtype}
+        c = config
+        dtypes: dict[str, Any] = {"dtype": c.dtype, "param_dtype": c.param_dtype}
         cells = int(np.prod(c.patch))
         self.config = c
         self.patch_embed = Linear((c.in_channels + 2) * cells, c.width, rngs=rngs, **dtypes)
@@ -242,10 +246,10 @@ class CosmosDiT(nnx.Module):
           x: latent (B, C, T, H, W), any float dtype; T = 1 is an image.
           t: time in [0, 1], (B,), (B, 1) or (B, T): float32, never narrower.
           context: text features before their projection, (G, S, context_in) with G dividing B; all S are attended.
-          condition_mask: 1 where a frame is given, (B, 1, T, 1 or H, 1 or W); None: no frame. Ignored for images, as in
-            the original.
-          padding_mask: 1 where a pixel is padding, (B, 1, any height, any width), pulled to the latent's size by nearest
-            neighbour; None: no padding.
+          condition_mask: 1 where a frame is given, (B, 1, T, 1 or H, 1 or W); None: no frame. Ignored for images, as
+            in the original.
+          padding_mask: 1 where a pixel is padding, (B, 1, any height, any width), brought to the latent's size by
+            nearest neighbour; None: no padding.
 
         Returns:
           (B, C, T, H, W) in the config's `dtype`.
@@ -253,28 +257,28 @@ class CosmosDiT(nnx.Module):
         Raises:
           ValueError: the latent's size, its grid or a batch size does not fit.
         """
-        embedded, features, angles = self.embed(x, t, context, condition_mask, padding_mask)
+        tokens_BTLD, features, angles_LK = self.embed(x, t, context, condition_mask, padding_mask)
         time_BTD, shared_BTP, context_GSD = features
 
         graphdef, stacked = nnx.split(self.blocks)
 
-        def step(h, block):
-            return nnx.merge(graphdef, block)(h, time_BTD, shared_BTP, context_GSD, angles), None
+        def step(x_BTLD, block):
+            return nnx.merge(graphdef, block)(x_BTLD, time_BTD, shared_BTP, context_GSD, angles_LK), None
 
         if self.config.remat == "full":
             step = jax.checkpoint(step, prevent_cse=False)
-        h, _ = jax.lax.scan(step, embedded, stacked)
+        x_BTLD, _ = jax.lax.scan(step, tokens_BTLD, stacked)
 
         shift, scale = self.final_mod(time_BTD, shared_BTP)
-        return self.unpatchify(self.final(modulated_norm(h, shift, scale)), x.shape)
+        return self.unpatchify(self.final(modulated_norm(x_BTLD, shift, scale)), x.shape)
 
     def embed(self, x, t, context, condition_mask, padding_mask):
-        """Steps 1 to 5: tokens (B,T,h*w,D), (E (B,T,D), A (B,T,3D), projected context (G,S,context_dim)), rotary angles."""
+        """Steps 1 to 5 and 9: tokens (B,T,h*w,D); E (B,T,D), A (B,T,3D), context (G,S,context_dim); rotary angles."""
         c = self.config
         chex.assert_rank([x, context], [5, 3])
         B, C, T, H, W = x.shape
         _, p_h, p_w = c.patch
-        if C != c.in_channels or H % p_h or W % p_w:
+        if c.in_channels != C or H % p_h or W % p_w:
             raise ValueError(
                 f"latent is (B,C,T,H,W) = {x.shape}; C must be {c.in_channels}, H and W multiples of {p_h} and {p_w}"
             )
@@ -297,9 +301,7 @@ class CosmosDiT(nnx.Module):
         if padding_mask is None:
             padding = jnp.zeros((B, 1, T, H, W), c.dtype)
         else:
-            rows, columns = (
-                np.arange(n) * size // n for n, size in zip((H, W), padding_mask.shape[-2:], strict=True)
-            )
+            rows, columns = (np.arange(n) * size // n for n, size in zip((H, W), padding_mask.shape[-2:], strict=True))
             padding = padding_mask[:, :, rows][:, :, :, columns].astype(c.dtype)
             padding = jnp.broadcast_to(padding[:, :, None], (B, 1, T, H, W))
         x = jnp.concatenate([x.astype(c.dtype), condition, padding], axis=1)

@@ -1,7 +1,7 @@
 """From a network to a denoiser: rectified-flow preconditioning and conditioning frames (`specs/cosmos.md` section 2).
 
-A denoiser is a frozen, hashable function of (params, x, sigma, cond); the samplers and losses of `diffusion` and `rl` know
-nothing else of a model.
+A denoiser is a frozen, hashable function of (params, x, sigma, cond); the samplers and losses of `diffusion` and `rl`
+know nothing else of a model.
 
 Dims: B batch, C channel, T frame, H W rows and columns, G conditions (G divides B).
 """
@@ -32,22 +32,20 @@ class CosmosDenoiser:
     zero_frames: bool
     keep_frames: bool
 
-    def __call__(
-        self, params: Params, x: jax.Array, sigma: jax.Array, cond: Mapping[str, Any]
-    ) -> jax.Array:
+    def __call__(self, params: Params, x: jax.Array, sigma: jax.Array, cond: Mapping[str, Any]) -> jax.Array:
         """The prediction of the clean latent.
 
-        With s = sigma/(1+sigma): x0 = x/(1+sigma) - s net(x/(1+sigma), s), or with a flow time t: x0 = x - t net(x, t); the
-        given frames are put in place of the network's input and of its prediction.
+        With s = sigma/(1+sigma): x0 = x/(1+sigma) - s net(x/(1+sigma), s), or with a flow time t: x0 = x - t net(x, t).
+        The given frames are put in place of the network's input and of its prediction.
 
         Args:
           params: the network's parameters.
           x: x_BCTHW, noised latent, float32 or float64; the conditioning frames in it are not read.
           sigma: level, (B,), (B, 1) or (B, T).
           cond: dict of `context` (G, S, context_in); `frames` (G, C, T, H, W), clean latents, with `condition_mask`
-            (G, 1, T, 1, 1), 1 where a frame is given; `padding_mask` (G, 1, height, width) in pixels. The last three may be
-            None or absent. Each G divides B: entry g serves rows g*B/G to (g+1)*B/G - 1. Images (T = 1) have no
-            conditioning frames: mask and frames are ignored.
+            (G, 1, T, 1, 1), 1 where a frame is given; `padding_mask` (G, 1, height, width), 1 where a pixel is padding.
+            The last three may be None or absent. Each G divides B: entry g serves rows g*B/G to (g+1)*B/G - 1.
+            Images (T = 1) have no conditioning frames: mask and frames are ignored.
 
         Returns:
           (B, C, T, H, W) in x's dtype, float32 at least.
@@ -55,38 +53,35 @@ class CosmosDenoiser:
         Raises:
           ValueError: one of frames and condition_mask without the other, a G that does not divide B, or sigma's shape.
         """
-        batch, frames_in_x = x.shape[0], x.shape[2]
+        B, _, T, _, _ = x.shape
         dtype = jnp.promote_types(x.dtype, jnp.float32)
-        x = x.astype(dtype)
-        sigma = jnp.asarray(sigma, dtype)
-        if sigma.ndim not in (1, 2) or sigma.shape[0] != batch or sigma.shape[1:] not in ((), (1,), (frames_in_x,)):
-            raise ValueError(f"sigma is {sigma.shape}; must be ({batch},) or ({batch}, {frames_in_x}), a level a sample or a frame")
-        sigma = sigma.reshape(batch, 1, -1, 1, 1)
-
-        mask = _rows(cond.get("condition_mask"), batch, "condition_mask")
-        frames = _rows(cond.get("frames"), batch, "frames")
+        x, sigma = x.astype(dtype), jnp.asarray(sigma, dtype)
+        if sigma.shape not in ((B,), (B, 1), (B, T)):
+            raise ValueError(f"sigma is {sigma.shape}; must be ({B},) or ({B}, {T}): a level a sample or a frame")
+        sigma = sigma.reshape(B, -1)[:, None, :, None, None]
+        mask = _rows(cond, "condition_mask", B)
+        frames = _rows(cond, "frames", B)
         if (mask is None) != (frames is None):
             raise ValueError("cond: frames and condition_mask go together; one of them is None")
-        if frames_in_x == 1:
-            mask = frames = None
 
         if self.level == "flow":
-            c_skip, c_out, c_in, c_noise = 1, -sigma, 1, sigma
+            c_skip, c_out, c_in, c_noise = 1.0, -sigma, 1.0, sigma
         else:
             c_skip, c_out, c_in, c_noise = rectified_flow(sigma)
         net_x, t = c_in * x, c_noise
-        if mask is not None:
-            frames, given = frames.astype(dtype), mask.astype(bool)
-            net_x = jnp.where(given, jnp.zeros_like(frames) if self.zero_frames else frames, net_x)
+        conditioned = mask is not None and frames is not None and T > 1
+        if conditioned:
+            given, frames = mask.astype(bool), frames.astype(dtype)
+            # A choice, not a blend: what is under a given frame may be anything, NaN too.
+            net_x = jnp.where(given, 0.0 if self.zero_frames else frames, net_x)
             if not self.use_rf_ckpts:
                 t_given = rectified_flow(jnp.asarray(self.sigma_conditional, dtype)).c_noise
                 t = jnp.where(given.any(axis=(1, 3, 4), keepdims=True), t_given, t)
 
         net = nnx.merge(self.graphdef, params)
-        padding_mask = _rows(cond.get("padding_mask"), batch, "padding_mask")
-        y = net(net_x, t.reshape(batch, -1), cond["context"], mask, padding_mask).astype(dtype)
+        y = net(net_x, t.reshape(B, -1), cond["context"], mask, _rows(cond, "padding_mask", B)).astype(dtype)
         x0 = c_skip * x + c_out * y
-        return x0 if mask is None or not self.keep_frames else jnp.where(given, frames, x0)
+        return jnp.where(given, frames, x0) if conditioned and self.keep_frames else x0
 
 
 def cosmos_denoiser(
@@ -105,8 +100,8 @@ def cosmos_denoiser(
       use_rf_ckpts: True (the 14B recipe): one time for all frames. False (the 2B recipe): given frames have the time of
         `sigma_conditional`.
       sigma_conditional: the noise level given frames are said to have.
-      level: what `sigma` is: the EDM noise level of x = x0 + sigma e, or "flow", the time in [0, 1] of x = (1-t) x0 + t e.
-        The network is the same: its input and time are those of the flow.
+      level: what `sigma` is: "edm", the noise level > 0 of x = x0 + sigma e, or "flow", the time t in [0, 1] of
+        x = (1-t) x0 + t e (FlowSDE, DanceSDE). The network is the same: its own input and time are the flow's.
       zero_frames: the video condition is dropped: the network sees zeros for the given frames, and still their mask.
       keep_frames: the prediction holds the given frames as they were given.
 
@@ -116,8 +111,9 @@ def cosmos_denoiser(
     return CosmosDenoiser(graphdef, use_rf_ckpts, sigma_conditional, level, zero_frames, keep_frames)
 
 
-def _rows(value: jax.Array | None, batch: int, name: str) -> jax.Array | None:
-    """One entry a group -> one a row."""
+def _rows(cond: Mapping[str, Any], name: str, batch: int) -> Any:
+    """An entry of the condition, one row a sample: repeated where there is one a group, None where there is none."""
+    value = cond.get(name)
     if value is None or value.shape[0] == batch:
         return value
     if batch % value.shape[0]:

@@ -35,6 +35,8 @@ _MOTION_WEIGHT = 0.5  # motion is the easy half
 # The judge also estimates how strongly a clip was augmented. Without that its features, which learn to look past
 # noise and blur, would leave the Fréchet distance blind to them.
 _FLAWS, _FLAW_WEIGHT = 3, 3.0
+# What numpy, zipfile, json and a look into the wrong file can raise.
+_DAMAGED = (OSError, EOFError, LookupError, TypeError, AttributeError, ValueError, zipfile.BadZipFile, zlib.error)
 
 
 class JudgeNet(nnx.Module):
@@ -135,16 +137,7 @@ class Judge:
             expected = traverse_util.flatten_dict(nnx.to_pure_dict(params), sep="/")
             if {k: v.shape for k, v in expected.items()} != {k: v.shape for k, v in flat.items()}:
                 raise KeyError("arrays")
-        except (
-            OSError,
-            EOFError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            ValueError,
-            zipfile.BadZipFile,
-            zlib.error,
-        ) as error:
+        except _DAMAGED as error:
             raise ValueError(f"judge file {str(path)!r}: must be an .npz as Judge.save writes it") from error
         pure = traverse_util.unflatten_dict({k: jnp.asarray(v) for k, v in flat.items()}, sep="/")
         nnx.replace_by_pure_dict(params, pure)

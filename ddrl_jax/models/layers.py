@@ -1,7 +1,7 @@
 """The layers the networks share. Flax NNX modules that know their own width and dtype and nothing of any one model.
 
-`dtype` is what a layer computes in; its parameters are kept in `param_dtype` and cast on use. Normalisations, softmax,
-rotary angles and time features are computed in float32 even where `dtype` is bfloat16 (and in float64 where it is float64).
+`dtype` is what a layer computes in; its parameters are kept in `param_dtype` and cast on use. Normalisations, rotary
+angles and time features are computed in float32 even where `dtype` is bfloat16 (and in float64 where it is float64).
 
 Dims: B batch, T frame, L token, N head, K head width, D width.
 """
@@ -23,8 +23,8 @@ def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-# For functions of one element or one row: the backward pass computes them again from their input instead of keeping their
-# intermediate results, which are several times as large and slower to write and read back than to compute.
+# For functions of one element or one row: the backward pass computes them again from their input instead of keeping
+# their intermediate results, which are several times as large and slower to write and read back than to compute.
 _recompute = functools.partial(jax.checkpoint, prevent_cse=False)
 
 

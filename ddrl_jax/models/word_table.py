@@ -1,12 +1,13 @@
 """Captions as a frozen table of random word vectors: the text encoder of runs that have none.
 
-numpy only. A DiT's context projection turns the rows into what its cross-attention needs, so the vectors need no training;
-they only have to differ.
+numpy only. A DiT's context projection turns the rows into what its cross-attention needs, so the vectors need no
+training; they only have to differ.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,10 +33,12 @@ class WordTable:
         object.__setattr__(self, "vocabulary", tuple(self.vocabulary))
         if len(set(self.vocabulary)) != len(self.vocabulary):
             raise ValueError("vocabulary holds a word twice; its words must be distinct")
+
+    @functools.cached_property
+    def _vectors(self) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(self.seed)
         table = rng.standard_normal((len(self.vocabulary), self.dim)).astype(np.float32)
-        object.__setattr__(self, "_table", table)
-        object.__setattr__(self, "_index", {word: i for i, word in enumerate(self.vocabulary)})
+        return dict(zip(self.vocabulary, table, strict=True))
 
     def embed(self, captions: Sequence[str]) -> np.ndarray:
         """Captions -> float32 (N, length, dim), one vector a word in order, zeros after the last.
@@ -49,7 +52,7 @@ class WordTable:
             if len(words) > self.length:
                 raise ValueError(f"caption {caption!r} has {len(words)} words; at most {self.length} fit")
             for place, word in enumerate(words):
-                if word not in self._index:
+                if word not in self._vectors:
                     raise ValueError(f"caption {caption!r} has the word {word!r}, which is not in the vocabulary")
-                row[place] = self._table[self._index[word]]
+                row[place] = self._vectors[word]
         return out

@@ -52,7 +52,8 @@ _GLOSSARY = (
     ("Reward hacking", "The reward goes up while the thing it stands for does not. The policy has "
      "found what the scorer likes, not what people like."),
     ("Held-out diffusion loss", "How badly the model explains real clips it never trained on. Hacking "
-     "drags the model away from real data, so this usually warns early. A rise past its limit (10 % unless set otherwise) is an alarm."),
+     "drags the model away from real data, so this usually warns early. A rise past "
+     "its limit (10 % unless set otherwise) is an alarm."),
     ("Steepness of the rise", "Real improvement is slow. A reward that climbs suddenly has usually "
      "found a shortcut."),
     ("Within-group std", "The spread of the reward among rollouts of one prompt. When it collapses, all "
@@ -104,13 +105,19 @@ def _write_samples(run: Run) -> None:
     for name, samples in (("before", run.before), ("after", run.after)):
         if samples is None:
             continue
-        clips = media.fit(samples.video[:_MAX_PAIRS], 72 if len(samples.video) > 16 else 144)
-        sheet = media.mosaic(clips, columns=8 if len(clips) > 16 else 4)
-        fps = _fps(run, len(sheet))
-        media.write_gif(folder / f"{name}.gif", sheet, fps)
+        large = max(samples.video.shape[2:4]) > _CLIP_SIZE
+        clips = samples.video[: 16 if large else _MAX_PAIRS]
+        many = len(clips) > 16
+        fps = _fps(run, clips.shape[1])
         # A clip of half a second is over before a player has shown it.
-        loops = max(1, round(3 * fps / len(sheet)))
-        media.write_mp4(folder / f"{name}.mp4", sheet, fps, loops=loops)
+        loops = max(1, round(3 * fps / clips.shape[1]))
+        # GIF compresses photographs badly: large clips are smaller there than in the MP4.
+        for kind, size in (("gif", 72 if many else 160), ("mp4", 72 if many else 320 if large else 160)):
+            sheet = media.mosaic(media.fit(clips, size), columns=8 if many else 4)
+            if kind == "gif":
+                media.write_gif(folder / f"{name}.gif", sheet, fps)
+            else:
+                media.write_mp4(folder / f"{name}.mp4", sheet, fps, loops=loops)
     shown = run.before or run.after
     if shown is None:
         return
@@ -287,8 +294,11 @@ def _signal(signal: Signal, run: Run) -> str:
         state, kind = ("alarm", "alarm") if signal.alarm else ("quiet", "quiet")
     reading = ""
     if signal.value is not None:
-        limit = "" if signal.limit is None else f"<small>limit {_reading(signal.name, signal.limit, digits=0)}</small>"
-        reading = f'<p class="reading">{_reading(signal.name, signal.value, digits=1)}{limit}</p>'
+        small = "an update" if signal.name == "reward_slope" else ""
+        if signal.limit is not None:
+            small += f"{', ' if small else ''}limit {_reading(signal.name, signal.limit, digits=0)}"
+        value = _reading(signal.name, signal.value, digits=1)
+        reading = f'<p class="reading">{value}<small>{small}</small></p>'
     spark = _spark(signal, run)
     evidence = signal.evidence or ("Judged when the run ends; this is its curve." if spark else "Nothing measured.")
     return f"""<article class="signal"><header><h3>{signal.label}</h3>
@@ -458,8 +468,8 @@ def _changes(run: Run) -> str:
         rows.append(f'<tr class="group"><td colspan="6">{_KINDS[kind]}</td></tr>')
         shared = max((_reach(c) for c in members), default=0.0) if kind == "reward" else None
         rows += [_row(c, before.get(c.name), after.get(c.name), shared, loss_held=held) for c in members]
-    n = max((c.n for c in changes if c.n), default=None)
-    over = f" over up to {n} prompts" if n else ""
+    n = next((c.n for c in changes if c.kind == "reward"), None)
+    over = f" over {n} prompts" if n else ""
     return f"""<p class="lede">Means before and after, and the change with its 95 % interval{over}.
 A bar to the right of the line is better, whichever way the number goes. An interval that crosses
 the line shows no clear change.</p>
@@ -475,9 +485,9 @@ def _reach(change: Change) -> float:
 
 def _row(change: Change, before: Any, after: Any, shared: float | None, *, loss_held: bool) -> str:
     sides = {"good": "\u25b2 better", "bad": "\u25bc worse", "unclear": "no clear change"}
-    side = sides.get(change.side, "no interval")
-    if change.kind == "loss" and change.side == "bad" and loss_held:
-        sides["bad"] = "\u25bc within limit"
+    tone, side = change.side, sides.get(change.side, "no interval")
+    if change.kind == "loss" and tone == "bad" and loss_held:
+        tone, side = "unclear", "\u25bc within limit"
     mean, interval = change.numbers()
     lower = '<span class="unit">lower is better</span>' if change.better == "down" else ""
     return (
@@ -486,7 +496,7 @@ def _row(change: Change, before: Any, after: Any, shared: float | None, *, loss_
         f'<td class="num" data-h="after">{show(number(after))}</td>'
         f'<td class="num delta">{mean} <span class="interval">{interval}</span></td>'
         f'<td class="forest">{_forest(change, shared)}</td>'
-        f'<td class="side {change.side}">{side}</td></tr>'
+        f'<td class="side {tone}">{side}</td></tr>'
     )
 
 

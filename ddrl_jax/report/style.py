@@ -23,7 +23,7 @@ html { -webkit-text-size-adjust: 100%; scroll-behavior: smooth; }
 body {
   margin: 0; background: var(--paper); color: var(--ink);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
-  font-variant-numeric: tabular-nums; overflow-wrap: anywhere;
+  font-variant-numeric: tabular-nums; overflow-wrap: break-word;
 }
 .page { max-width: 1120px; margin: 0 auto; padding: 44px 32px 72px; }
 h1 { font-size: 30px; line-height: 1.2; letter-spacing: -.015em; font-weight: 650; margin: 0; }
@@ -35,6 +35,7 @@ section { margin-top: 60px; }
 .eyebrow { color: var(--soft); font-size: 13px; letter-spacing: .02em; margin-bottom: 6px; }
 .facts { display: flex; flex-wrap: wrap; gap: 4px 22px; margin: 12px 0 0; color: var(--soft);
   font-size: 14px; }
+.facts div { min-width: 0; overflow-wrap: anywhere; }
 .facts dt { display: inline; } .facts dd { display: inline; margin: 0 0 0 5px; color: var(--ink); }
 nav { display: flex; flex-wrap: wrap; gap: 2px 18px; margin-top: 18px; font-size: 14px; }
 a { color: var(--line); text-decoration: none; } a:hover { text-decoration: underline; }
@@ -103,12 +104,13 @@ table { width: 100%; border-collapse: collapse; font-size: 15px; }
 th { text-align: left; font-weight: 500; color: var(--soft); font-size: 13px; padding: 0 14px 8px 0;
   vertical-align: bottom; }
 td { padding: 11px 14px 11px 0; border-top: 1px solid var(--rule); vertical-align: middle; }
-.changes td:first-child { font-weight: 550; }
+.changes td:first-child { font-weight: 550; min-width: 7.5em; max-width: 20em; }
 .num { text-align: right; white-space: nowrap; } th.num { text-align: right; }
 .changes .forest { width: 31%; padding-right: 18px; padding-left: 8px; }
 .forest svg { display: block; width: 100%; height: 22px; overflow: visible; }
 .forest .axis { display: flex; justify-content: space-between; }
-.interval { color: var(--soft); } .group td { color: var(--soft); font-size: 13px; font-weight: 400 !important;
+.interval { color: var(--soft); }
+.changes .group td { max-width: none; color: var(--soft); font-size: 13px; font-weight: 400;
   padding-top: 26px; padding-bottom: 8px; border-top: 0; }
 .group + tr td { border-top-color: var(--mid); }
 .side { white-space: nowrap; font-size: 14px; color: var(--soft); padding-right: 0; }
@@ -124,6 +126,7 @@ td { padding: 11px 14px 11px 0; border-top: 1px solid var(--rule); vertical-alig
 .config h3 { margin-bottom: 4px; }
 .config dl { margin: 0; display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); }
 .config dt { color: var(--soft); } .config dd { margin: 0; }
+.config dt, .config dd, .pair figcaption, pre { overflow-wrap: anywhere; }
 .config dt, .config dd { padding: 3px 14px 3px 0; border-top: 1px solid var(--rule); }
 pre, code { font: 13.5px/1.6 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 pre { margin: 0; padding: 16px 18px; background: var(--well); border-radius: 8px; white-space: pre-wrap;
@@ -134,12 +137,12 @@ pre { margin: 0; padding: 16px 18px; background: var(--well); border-radius: 8px
 .empty { color: var(--soft); padding: 18px 20px; border: 1px dashed var(--rule); border-radius: 10px; }
 footer { margin-top: 64px; color: var(--soft); font-size: 13px; }
 
-@media (max-width: 820px) {
+@media screen and (max-width: 820px) {
   .call { grid-template-columns: minmax(0, 1fr); gap: 18px; padding: 22px 20px; }
   .signals { grid-template-columns: minmax(0, 1fr); }
   .charts { grid-template-columns: minmax(0, 1fr); gap: 36px; }
 }
-@media (max-width: 640px) {
+@media screen and (max-width: 640px) {
   .page { padding: 26px 16px 48px; } section { margin-top: 46px; }
   h1 { font-size: 25px; } .label { font-size: 38px; } .label svg { width: 32px; height: 32px; }
   .headline { font-size: 18px; }
@@ -166,7 +169,9 @@ footer { margin-top: 64px; color: var(--soft); font-size: 13px; }
     --s1: #3567d6; --s2: #e08a2e; --s3: #2a9d8f; --s4: #9a5bc7; --s5: #d1557f; --s6: #7a8b2f;
     --well: #f4f4f4; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-  body { font-size: 12px; } .page { max-width: none; padding: 0; } nav, .bar label { display: none; }
+  body, .lede, table { font-size: 12px; } .page { max-width: none; padding: 0; }
+  nav, .bar label, .more { display: none; } .charts { gap: 24px; } .label { font-size: 36px; }
+  .reasons, .signal p, .chart figcaption, .headline { font-size: 12px; } .headline { font-size: 15px; }
   section { margin-top: 30px; }
   .call, .signal, .pair, .chart, .notes, tr { break-inside: avoid; } h2 { break-after: avoid; }
   .grid { grid-template-columns: repeat(5, 1fr); } .moving { animation: none; }

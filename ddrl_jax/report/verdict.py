@@ -84,7 +84,7 @@ class Change:
         mean = self.mean * scale
         ends = [v * scale for v in (self.low, self.high) if v is not None]
         largest = max(map(abs, (mean, *ends)))
-        decimals = 0 if largest >= 99.95 else 1 if largest >= 9.995 else 2 if largest > 0.0995 else 3
+        decimals = 1 if unit else 0 if largest >= 99.95 else 1 if largest >= 9.995 else 2 if largest > 0.0995 else 3
         while decimals < 9 and any(v and not round(v, decimals) for v in ends):
             decimals += 1
         interval = ", ".join(_fixed(v, decimals) for v in ends)

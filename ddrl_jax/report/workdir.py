@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-
 LOSS_LIMIT = 0.10  # DDRL, sec. 4.2: a larger rise of the held-out loss alarms
 
 
@@ -49,9 +48,9 @@ class Run:
         """The rise of the held-out loss that alarms, as a fraction: the run's own, else 0.1."""
         signals = self.summary.get("signals")
         for signal in signals if isinstance(signals, list) else ():
-            if isinstance(signal, dict) and signal.get("name") == "heldout_loss":
-                if limit := number(signal.get("limit")):
-                    return limit
+            named = isinstance(signal, dict) and signal.get("name") == "heldout_loss"
+            if named and (limit := number(signal.get("limit"))):
+                return limit
         monitor = self.config.get("monitor")
         limit = number(monitor.get("heldout_loss_limit")) if isinstance(monitor, dict) else None
         return limit or LOSS_LIMIT

@@ -4,6 +4,7 @@ Needs numpy, httpx and pydantic; knows neither torch nor jax.
 """
 
 from .client import ConfigurationFault, RewardClient, Scores, Ticket
+from .environment import check_environment, train_scorer
 from .mixing import total_reward, weighted_names
 from .sidecar import Sidecar, launch
 
@@ -13,7 +14,9 @@ __all__ = [
     "Scores",
     "Sidecar",
     "Ticket",
+    "check_environment",
     "launch",
     "total_reward",
+    "train_scorer",
     "weighted_names",
 ]

@@ -1,7 +1,7 @@
 """Asks a reward server for scores without ever stopping the training over it.
 
-What the server does wrong becomes a mask and a reason; only a mistake in the configuration (a refused token, a scorer that
-the server does not have) is raised.
+What the server does wrong becomes a mask and a reason; only a mistake in the configuration (a refused token, a
+scorer that the server does not have) is raised.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class RewardClient:
 
     Args:
       url, token: the server's. A `Sidecar` knows its own: `sidecar.client(...)`.
-      reward_fn: sub-score or scorer -> weight. Decides which scorers are asked and which scores a sample needs to be valid.
+      reward_fn: sub-score or scorer -> weight. Decides which scorers are asked, and which scores a sample needs
+        to be valid.
       timeout_s: most seconds for one batch, all attempts together.
       retries: attempts after the first, for faults that may pass (no connection, 5xx, an unreadable answer).
       poll_s: seconds between two questions whether the scores are there.
@@ -127,9 +128,7 @@ class RewardClient:
                 f"reward: timeout_s={timeout_s}, poll_s={poll_s}, retries={retries}; above 0, above 0, at least 0"
             )
         if wire == "bfloat16" and media_type != "latent":
-            raise ConfigurationFault(
-                f"reward.wire: 'bfloat16' is for latents, not for media_type {media_type!r}"
-            )
+            raise ConfigurationFault(f"reward.wire: 'bfloat16' is for latents, not for media_type {media_type!r}")
         self._url, self._token, self._sidecar = url.rstrip("/"), token, sidecar
         self.reward_fn = dict(reward_fn)
         # The server is asked for scorers; which sub-scores count, and with what sign, is the trainer's business.
@@ -158,15 +157,12 @@ class RewardClient:
                 f"reward.url: no reward server at {self.url} ({error}); start one, or set reward.launch = True"
             ) from None
         if answer.status_code != 200:
-            raise ConfigurationFault(
-                f"reward.url: {self.url} is no reward server (ping: status {answer.status_code})"
-            )
+            raise ConfigurationFault(f"reward.url: {self.url} is no reward server (ping: status {answer.status_code})")
         has = self.health(timeout_s).get("scorers")  # cosmos-rl's own server has no /health
         missing = [s for s in self.scorers if isinstance(has, list) and s not in has]
         if missing:
-            raise ConfigurationFault(
-                f"reward.scorers: {', '.join(missing)} not served by {self.url}; it has {', '.join(map(str, has or []))}"
-            )
+            served = ", ".join(map(str, has or []))
+            raise ConfigurationFault(f"reward.scorers: {', '.join(missing)} not served by {self.url}; it has {served}")
 
     def health(self, timeout_s: float = 10.0) -> dict[str, Any]:
         """The server's own account of itself; {"status": "unreachable", "reason"} when there is none. Never raises."""
@@ -222,7 +218,10 @@ class RewardClient:
             except _Retryable as error:
                 reason = str(error)
             late = time.monotonic() >= deadline
-            if self._sidecar is not None and (late or not self._sidecar.alive()):
+            if late:
+                reason = f"no scores within {self.timeout_s:g} s ({reason})"
+            # A process that has just dropped our connection may take a moment to be seen as dead.
+            if self._sidecar is not None and (late or not self._sidecar.alive(wait_s=0.3)):
                 # Late: it hangs. This batch is lost, the next one shall find a server that answers.
                 told = self._sidecar.relaunch(seen)
                 reason += f"; {told}" if told else ""
@@ -283,9 +282,7 @@ class RewardClient:
             columns |= self._pull(taken, scorer, count, deadline)
         return columns
 
-    def _pull(
-        self, taken: protocol.EnqueueAnswer, scorer: str, count: int, deadline: float
-    ) -> dict[str, np.ndarray]:
+    def _pull(self, taken: protocol.EnqueueAnswer, scorer: str, count: int, deadline: float) -> dict[str, np.ndarray]:
         headers = {protocol.REPLICA_HEADER: taken.replica_id} if taken.replica_id else {}
         while True:
             left = deadline - time.monotonic()
@@ -306,14 +303,14 @@ class RewardClient:
     def _wait(self, deadline: float, seconds: float, why: str) -> None:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise _Retryable(f"no scores within {self.timeout_s:g} s ({why})")
+            raise _Retryable(why)
         if self._sidecar is not None and not self._sidecar.alive():
             raise _Retryable("the sidecar died while it was scoring")
         time.sleep(min(seconds, left))
 
     def _post(self, path: str, timeout: float, **request: Any) -> httpx.Response:
         if timeout <= 0:
-            raise _Retryable(f"no scores within {self.timeout_s:g} s")
+            raise _Retryable("no time left")
         if self._sidecar is not None:
             self._token = self._sidecar.token
         headers: dict[str, Any] = request.pop("headers", {})
@@ -321,6 +318,8 @@ class RewardClient:
             headers = {**headers, "Authorization": f"Bearer {self._token}".encode()}
         try:
             answer = self._send(self.url + path, timeout, headers, request)
+        except httpx.TimeoutException as error:
+            raise _Retryable(f"no answer within {timeout:.2g} s ({type(error).__name__})") from None
         except (httpx.HTTPError, OSError) as error:
             raise _Retryable(one_line(f"{type(error).__name__}: {error}", 160)) from None
         if answer.status_code in (401, 403):
@@ -331,10 +330,8 @@ class RewardClient:
             raise _Retryable(f"server error: {answer.status_code} {_message(answer)}")
         return answer
 
-    def _send(
-        self, url: str, timeout: float, headers: dict[str, Any], request: dict[str, Any]
-    ) -> httpx.Response:
-        """One HTTP exchange. httpx bounds each read; the whole answer is bounded here: a server that drips bytes counts as hanging."""
+    def _send(self, url: str, timeout: float, headers: dict[str, Any], request: dict[str, Any]) -> httpx.Response:
+        """One HTTP exchange. httpx bounds each read; this bounds the whole: a server that drips bytes is hanging."""
         end, limit = time.monotonic() + timeout, 64 << 20
         with self._http.stream("POST", url, timeout=timeout, headers=headers, **request) as answer:
             content = bytearray()

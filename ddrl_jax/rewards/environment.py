@@ -8,10 +8,36 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddrl_jax.sidecar.build import build_command, child_environment, default_env, env_python
 from ddrl_jax.sidecar.protocol import one_line
 
 from .client import ConfigurationFault
+
+# What `sidecar build` does, said again: of the sidecar this side knows the protocol only. A test compares the two.
+
+
+def default_env(scorer: str) -> Path:
+    """Where `sidecar build` puts an environment unless told otherwise."""
+    return Path.home() / ".cache" / "ddrl_jax" / "sidecar" / scorer
+
+
+def build_command(scorer: str, env: str | os.PathLike[str]) -> str:
+    """What a user types to make the environment."""
+    return f"python -m ddrl_jax.sidecar build --scorer {scorer} --env {env}"
+
+
+def env_python(env: str | os.PathLike[str]) -> Path:
+    """The interpreter of a virtual environment."""
+    return Path(env) / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def child_environment(env: str) -> dict[str, str]:
+    """Variables for the child. Another interpreter has its own link to the package and must not see our packages."""
+    variables = dict(os.environ)
+    variables.setdefault("OMP_NUM_THREADS", "1")
+    old = variables.pop("PYTHONPATH", "")
+    if env == "this":
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), old)))
+    return variables
 
 
 def interpreter(env: str, scorer: str) -> Path:
@@ -48,9 +74,7 @@ def train_scorer(
     command = [str(interpreter(env, scorer)), "-m", "ddrl_jax.sidecar", "train", "--scorer", scorer]
     command += ["--data", os.fspath(data), "--out", os.fspath(out), "--seed", str(seed)]
     Path(log_path).parent.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        command, env=child_environment(env == "this"), stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+    done = subprocess.run(command, env=child_environment(env), stdin=subprocess.DEVNULL, capture_output=True, text=True)
     with open(log_path, "a") as log:
         log.write(done.stdout + done.stderr)
     if done.returncode:

@@ -40,9 +40,7 @@ def weighted_names(weights: Mapping[str, float], available: Iterable[str]) -> di
     return mixed
 
 
-def total_reward(
-    scores: Mapping[str, np.ndarray], weights: Mapping[str, float]
-) -> tuple[np.ndarray, np.ndarray]:
+def total_reward(scores: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
     """Weighted sum of sub-scores.
 
     Args:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import secrets
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,10 +19,10 @@ from typing import Any
 from ddrl_jax.sidecar.protocol import one_line
 
 from .client import ConfigurationFault, RewardClient
+from .environment import child_environment, interpreter
 from .mixing import scorer_of
 
 _TOKEN_VARIABLE = "DDRL_SIDECAR_TOKEN"
-_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def launch(
@@ -41,8 +41,8 @@ def launch(
     """Starts a server on this machine and waits until it answers.
 
     Args:
-      env: folder of the virtual environment that `sidecar build` made; "" is the default one of the first scorer, "this"
-        the running interpreter.
+      env: folder of the virtual environment that `sidecar build` made; "" is the default one of the first
+        scorer, "this" the running interpreter.
       scorers: names or FILE.py:Class; of a mapping the keys, reduced to scorers ("digits/overall" is "digits").
       weights_dir: where the scorers load their weights from.
       codec: how latents become video, e.g. "unshuffle:factor=2,mean=-0.7,std=0.6".
@@ -53,30 +53,21 @@ def launch(
       max_relaunches: how often `relaunch` may start it again in all.
 
     Raises:
-      ConfigurationFault (a ValueError), one line: no environment, torch missing in it, port taken, no weights, no such scorer.
+      ConfigurationFault (a ValueError), one line: no environment, torch missing in it, port taken, no weights,
+        no such scorer.
     """
     names = list(dict.fromkeys(n if ".py:" in n else scorer_of(n) for n in scorers))
     if not names:
         raise ConfigurationFault("reward.scorers: empty; name one, such as 'digits'")
     built = next((n for n in names if ".py:" not in n), "digits")
-    if env == "this":
-        python = Path(sys.executable)
-    else:
-        folder = Path(env).expanduser() if env else default_env(built)
-        python = env_python(folder)
-        if not python.exists():
-            raise ConfigurationFault(
-                f"reward.env: there is no environment in {folder}; make it with: {build_command(built, folder)}"
-            )
+    python = interpreter(env, built)
     command = [str(python), "-m", "ddrl_jax.sidecar", "serve", "--weights", os.fspath(weights_dir)]
     for name in names:
         command += ["--scorer", name]
     command += ["--codec", codec, "--port", str(port), "--token-env", _TOKEN_VARIABLE]
     command += ["--device", device, "--threads", str(threads), "--parent-pid", str(os.getpid())]
     command += ["--grace", "4"]
-    sidecar = Sidecar(
-        command, _environment(env == "this"), os.fspath(log_path), startup_s, max_relaunches
-    )
+    sidecar = Sidecar(command, child_environment(env), os.fspath(log_path), startup_s, max_relaunches)
     sidecar._start()
     return sidecar
 
@@ -87,12 +78,9 @@ class Sidecar:
     `url` may change after `relaunch`; `token` is drawn once. `generation` counts the starts.
     """
 
-    def __init__(
-        self, command: list[str], env: dict[str, str], log_path: str, startup_s: float, max_relaunches: int
-    ):
+    def __init__(self, command: list[str], env: dict[str, str], log_path: str, startup_s: float, max_relaunches: int):
         self.token = secrets.token_urlsafe(32)
-        self.url = ""
-        self.generation = 0
+        self._url, self._generation = "", 0
         self.relaunches_left = max_relaunches
         self._command, self._startup_s = command, startup_s
         self._env = {**env, _TOKEN_VARIABLE: self.token}
@@ -102,14 +90,34 @@ class Sidecar:
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
+    # Under the lock, so that who asks during a relaunch gets the new server's.
+
+    @property
+    def url(self) -> str:
+        with self._lock:
+            return self._url
+
+    @property
+    def generation(self) -> int:
+        with self._lock:
+            return self._generation
+
     @property
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
 
-    def alive(self) -> bool:
-        """Whether the process is there (it may hang all the same)."""
-        return self._process is not None and self._process.poll() is None
+    def alive(self, wait_s: float = 0.0) -> bool:
+        """Whether the process is there (it may hang all the same), and still is after `wait_s` seconds."""
+        with self._lock:
+            process = self._process
+        if process is None:
+            return False
+        try:
+            process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            return True
+        return False
 
     def client(self, reward_fn: Mapping[str, float], **options: Any) -> RewardClient:
         """A client of this server, which relaunches it when it dies or hangs. Options as `RewardClient`."""
@@ -118,13 +126,13 @@ class Sidecar:
     def relaunch(self, generation: int | None = None) -> str:
         """Stops what is left of the server and starts it again. Returns what happened, in a few words.
 
-        Does nothing when it was started since `generation` already (several batches fail over one death), after `close`,
-        and when `max_relaunches` is used up. Never raises.
+        Does nothing when it was started since `generation` already (several batches fail over one death),
+        after `close`, and when `max_relaunches` is used up. Never raises.
         """
         with self._lock:
             if self._closed:
                 return "the sidecar is closed"
-            if generation is not None and generation != self.generation and self.alive():
+            if generation is not None and generation != self._generation and self.alive():
                 return ""
             if self.relaunches_left < 1:
                 return f"the sidecar is not started again: no relaunch left (log: {self.log_path})"
@@ -153,7 +161,7 @@ class Sidecar:
 
     def _start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        ready = Path(self._scratch.name) / f"ready{self.generation}.json"
+        ready = Path(self._scratch.name) / f"ready{self._generation}.json"
         command = [*self._command, "--ready-file", str(ready)]
         started = threading.Event()
 
@@ -177,14 +185,14 @@ class Sidecar:
         begin = log.tell()
         threading.Thread(target=keep, args=(log,), name="sidecar", daemon=True).start()
         started.wait()
-        self.generation += 1
+        self._generation += 1
         atexit.unregister(self.close)
         atexit.register(self.close)
         deadline = time.monotonic() + self._startup_s
         while self._process is not None:
             if ready.exists():
                 fields = json.loads(ready.read_text())
-                self.url = f"http://{fields['host']}:{fields['port']}"
+                self._url = f"http://{fields['host']}:{fields['port']}"
                 return
             if not self.alive() or time.monotonic() > deadline:
                 break
@@ -216,45 +224,13 @@ class Sidecar:
             return
         if graceful and process.poll() is None:
             _signal_group(process.pid, signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(5.0)
-            except subprocess.TimeoutExpired:
-                pass
         # The group outlives its leader if a scorer has started processes of its own.
         _signal_group(process.pid, signal.SIGKILL)
         process.wait()
 
 
-# What `sidecar build` does, said again: of the sidecar this side knows the protocol only. A test holds the two together.
-
-
-def default_env(scorer: str) -> Path:
-    """Where `sidecar build` puts an environment unless told otherwise."""
-    return Path.home() / ".cache" / "ddrl_jax" / "sidecar" / scorer
-
-
-def build_command(scorer: str, env: str | os.PathLike[str]) -> str:
-    """What a user types to make the environment."""
-    return f"python -m ddrl_jax.sidecar build --scorer {scorer} --env {env}"
-
-
-def env_python(env: str | os.PathLike[str]) -> Path:
-    """The interpreter of a virtual environment."""
-    return Path(env) / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-
-
-def _environment(same_interpreter: bool) -> dict[str, str]:
-    """Variables for the child. Another interpreter has its own link to the package and must not see this one's packages."""
-    variables = dict(os.environ)
-    variables.setdefault("OMP_NUM_THREADS", "1")
-    old = variables.pop("PYTHONPATH", "")
-    if same_interpreter:
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_PACKAGE.parent), old)))
-    return variables
-
-
 def _signal_group(pid: int, number: signal.Signals) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass

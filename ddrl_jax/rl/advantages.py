@@ -23,7 +23,8 @@ def group_advantages(
     """A = (r - mean_group r) / (std r + eps).
 
     Source: GRPO (arXiv 2402.03300), as DDRL (arXiv 2512.04332) uses it in place of lambda((r-Z)/beta) in its Eq. 8;
-    std "batch" is FlowGRPO's (arXiv 2505.05470) global one, over live members.
+    std "batch" is FlowGRPO's (arXiv 2505.05470) global one, over live members. Several rewards: average their
+    normalised advantages with their weights.
 
     Args:
       rewards: (B,), any unit; non-finite ones count as invalid.

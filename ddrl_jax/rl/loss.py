@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from ddrl_jax.diffusion.broadcast import compute_dtype
+from ddrl_jax.diffusion.broadcast import compute_dtype, expand
 from ddrl_jax.diffusion.guidance import Denoiser, drop_condition
 from ddrl_jax.diffusion.loss import diffusion_loss
 from ddrl_jax.diffusion.process import Process
@@ -161,7 +161,15 @@ def _policy_terms(
         chex.assert_shape(advantages, (num_rollouts,))
         a_B = _transformed(jnp.asarray(advantages, dtype), w_B, objective)
 
+    def masked(x: chex.Array | None) -> chex.Array | None:
+        # A rollout that went non-finite has weight 0; left in, it would still make the gradient 0 * nan.
+        return None if x is None else jnp.where((expand(w_B, x) == 0.0) & ~jnp.isfinite(x), 0.0, x)
+
     def replay(_: None, at: Trajectory) -> tuple[None, tuple[chex.Array, ...]]:
+        at = dataclasses.replace(
+            at, x=masked(at.x), x_next=masked(at.x_next), mean_old=masked(at.mean_old), prev_x0=masked(at.prev_x0)
+        )
+
         def mean_of(params: Any) -> chex.Array:
             mean, _ = step_mean(
                 params,
@@ -210,7 +218,7 @@ def _policy_terms(
             "policy_loss": _weighted_mean(policy_KB, w_KB),
             "ratio_mean": jnp.where(live_KB, ratio_KB, 0.0).sum() / num_live,
             "ratio_max": jnp.where(live_KB, ratio_KB, 0.0).max(),
-            "clip_fraction": (live_KB & clipped_KB).sum() / num_live,
+            "clip_fraction": jnp.where(live_KB & clipped_KB, jnp.ones((), dtype), 0.0).sum() / num_live,
         }
         parts |= {"policy": policy_KB, "log_ratio": log_ratio_KB}
     return metrics, parts

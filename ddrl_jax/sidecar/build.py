@@ -40,11 +40,7 @@ def requirements() -> tuple[str, ...]:
         lines = importlib.metadata.requires("ddrl_jax") or []
     except importlib.metadata.PackageNotFoundError:
         return FALLBACK
-    found = [
-        line.split(";")[0].strip()
-        for line in lines
-        if re.search(r"""extra\s*==\s*['"]sidecar['"]""", line)
-    ]
+    found = [line.split(";")[0].strip() for line in lines if re.search(r"""extra\s*==\s*['"]sidecar['"]""", line)]
     return tuple(found) or FALLBACK
 
 
@@ -55,7 +51,7 @@ def env_python(env: str | os.PathLike[str]) -> Path:
 
 
 def make_env(env: Path, needs: tuple[str, ...]) -> None:
-    """Makes the environment, or completes one that is there. The package goes in as a link: installing it would bring jax.
+    """Makes the environment, or completes one that is there. The package goes in as a link: jax stays out.
 
     Raises ValueError, in one line, when pip fails.
     """

@@ -25,9 +25,7 @@ class Unshuffle:
         f = self.factor
         b, c, t, h, w = latents_BCTHW.shape
         if c % (f * f):
-            raise ValueError(
-                f"latent channels: {c} is no multiple of factor^2 = {f * f} (codec unshuffle)"
-            )
+            raise ValueError(f"latent channels: {c} is no multiple of factor^2 = {f * f} (codec unshuffle)")
         x = latents_BCTHW.astype(np.float32) * np.float32(self.std) + np.float32(self.mean)
         x = x.reshape(b, c // (f * f), f, f, t, h, w)
         return x.transpose(0, 1, 4, 5, 2, 6, 3).reshape(b, c // (f * f), t, h * f, w * f)

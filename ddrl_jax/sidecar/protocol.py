@@ -51,7 +51,7 @@ class Limits:
     elements: int = 1 << 29  # of the array as sent
     queue: int = 64  # requests waiting to be scored
     queue_bytes: int = 4 << 30  # of the arrays of those requests
-    results: int = 4096  # finished requests whose scores are kept for the client
+    results: int = 512  # finished requests whose scores are kept for the client
     result_seconds: float = 3600.0
 
 
@@ -90,7 +90,7 @@ def encode_request(header: EnqueueHeader, array: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def decode_request(body: bytes, limits: Limits | None = None) -> tuple[EnqueueHeader, np.ndarray]:
+def decode_request(body: bytes | bytearray, limits: Limits | None = None) -> tuple[EnqueueHeader, np.ndarray]:
     """The inverse of `encode_request`: header, and the array with bfloat16 already widened to float32.
 
     Raises ProtocolError, in one line, for anything that is not a request within the limits. The array's header
@@ -117,7 +117,7 @@ def decode_request(body: bytes, limits: Limits | None = None) -> tuple[EnqueueHe
     return header, array
 
 
-def _parse_header(line: bytes) -> EnqueueHeader:
+def _parse_header(line: bytes | bytearray) -> EnqueueHeader:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -135,25 +135,18 @@ def _parse_header(line: bytes) -> EnqueueHeader:
     # A weight of zero or below switches a scorer off (cosmos-rl).
     wanted = {name: w for name, w in header.reward_fn.items() if w > 0 and math.isfinite(w)}
     if not wanted:
-        raise ProtocolError(
-            f"reward_fn: {header.reward_fn!r:.200} asks for no scorer; name one with a weight above 0"
-        )
+        raise ProtocolError(f"reward_fn: {header.reward_fn!r:.200} asks for no scorer; name one with a weight above 0")
     header.reward_fn = wanted
     return header
 
 
-def _parse_array(body: bytes, start: int, media_type: str, limits: Limits) -> np.ndarray:
-    stream = io.BytesIO(body)
-    stream.seek(start)
+def _parse_array(body: bytes | bytearray, start: int, media_type: str, limits: Limits) -> np.ndarray:
+    stream = io.BytesIO(body[start : start + (1 << 17)])  # room for the array's header, not a copy of it all
     try:
         version = np.lib.format.read_magic(stream)
         if version not in {(1, 0), (2, 0)}:
             raise ValueError(f"format version {version}")
-        read = (
-            np.lib.format.read_array_header_1_0
-            if version == (1, 0)
-            else np.lib.format.read_array_header_2_0
-        )
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = read(stream)
     except (ValueError, EOFError, OverflowError, MemoryError, RecursionError, TypeError) as error:
         raise ProtocolError(f"array: not the bytes of np.save ({error})") from None
@@ -161,30 +154,23 @@ def _parse_array(body: bytes, start: int, media_type: str, limits: Limits) -> np
         raise ProtocolError(f"array: dtype {dtype} is not one of {', '.join(sorted(_DTYPES))}")
     axes = _AXES[media_type]
     if len(shape) != axes.count(",") + 1:
-        raise ProtocolError(
-            f"array: shape {shape} for media_type {media_type!r}; {axes} is needed"
-        )
+        raise ProtocolError(f"array: shape {shape} for media_type {media_type!r}; {axes} is needed")
     if any(n < 1 for n in shape):
         raise ProtocolError(f"array: shape {shape} has an empty axis")
     if shape[0] > limits.batch:
         raise ProtocolError(f"array: batch of {shape[0]}; at most {limits.batch}", 413)
     elements = math.prod(shape)
     if elements > limits.elements:
-        raise ProtocolError(
-            f"array: shape {shape} has {elements} elements; at most {limits.elements}", 413
-        )
-    have, need = len(body) - stream.tell(), elements * dtype.itemsize
+        raise ProtocolError(f"array: shape {shape} has {elements} elements; at most {limits.elements}", 413)
+    data = start + stream.tell()
+    have, need = len(body) - data, elements * dtype.itemsize
     if have != need:
-        raise ProtocolError(
-            f"array: {have} bytes of data where shape {shape} and dtype {dtype} need {need}"
-        )
-    array = np.frombuffer(body, dtype, elements, offset=stream.tell())
+        raise ProtocolError(f"array: {have} bytes of data where shape {shape} and dtype {dtype} need {need}")
+    array = np.frombuffer(body, dtype, elements, offset=data)
     array = array.reshape(shape, order="F" if fortran else "C")
     if media_type == "latent" and dtype == np.uint8:
         if shape[-1] % 2:
-            raise ProtocolError(
-                f"array: uint8 latents hold bfloat16, two bytes each; the last axis of {shape} is odd"
-            )
+            raise ProtocolError(f"array: uint8 latents hold bfloat16, two bytes each; the last axis of {shape} is odd")
         array = from_bfloat16_bytes(array)
     if array.dtype != np.uint8 and not np.isfinite(array).all():
         raise ProtocolError("array: holds values that are not finite")

@@ -19,6 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from .protocol import ENQUEUE, HEALTH, PING, PULL, Limits, ProtocolError, decode_request, one_line
 from .worker import QueueFullError, Worker
@@ -53,6 +54,10 @@ def make_app(worker: Worker, limits: Limits, token: str, draining: Draining, rep
         # Starlette's own refusals (no such path, form too broken to read). 400 is kept for "pending".
         return refuse(request, 422 if error.status_code == 400 else error.status_code, str(error.detail))
 
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> JSONResponse:
+        return refuse(request, 422, "body: the client left before all of it was there")
+
     @app.middleware("http")
     async def authorise(request: Request, call_next: Any) -> Any:
         given = request.headers.get("authorization", "").encode("latin-1")  # the bytes as sent
@@ -74,7 +79,7 @@ def make_app(worker: Worker, limits: Limits, token: str, draining: Draining, rep
             if len(body) > limits.body_bytes:
                 return refuse(request, 413, too_large)
         try:
-            header, array = await run_in_threadpool(decode_request, bytes(body), limits)
+            header, array = await run_in_threadpool(decode_request, body, limits)
             uuid = worker.add(header, array)
         except QueueFullError as error:
             return refuse(request, 429, str(error), **{"Retry-After": "1"})
@@ -88,13 +93,12 @@ def make_app(worker: Worker, limits: Limits, token: str, draining: Draining, rep
         return JSONResponse(answer)
 
     @app.post(PULL)
-    async def pull(
-        request: Request, uuid: str = Form(...), type: str | None = Form(None)
-    ) -> JSONResponse:
+    async def pull(request: Request, uuid: str = Form(...), type: str | None = Form(None)) -> JSONResponse:
         status, answer = worker.get(uuid, type)
-        if status in (200, 400):  # pending is not worth a line
-            return JSONResponse(answer, status)
-        return refuse(request, status, answer["message"])
+        if status == 404:
+            return refuse(request, status, answer["message"])
+        # Pending is not worth a line; a failed task has one already, without the reason: that may quote prompts.
+        return JSONResponse(answer, status)
 
     @app.post(PING)
     async def ping(info_data: str = Form(...)) -> dict[str, str]:
@@ -134,7 +138,7 @@ class _Server(uvicorn.Server):
 
 
 def bind(host: str, port: int, token: str) -> socket.socket:
-    """A listening socket. Raises ValueError, in one line, for a port that is taken and for an open door to the network."""
+    """A listening socket. Raises ValueError, in one line: port taken, or an open door to the network."""
     if not token and host not in ("127.0.0.1", "localhost", "::1"):
         raise ValueError(
             f"host: {host!r} is reachable from other machines and there is no token; "
@@ -193,12 +197,10 @@ def serve(
     replica_id: str = "",
     grace: float = 30.0,
 ) -> None:
-    """Answers until SIGTERM. Prints one JSON line with host, port, pid and scorers (also to `ready_file`) once it does."""
+    """Answers until SIGTERM. Once it does, prints one JSON line: host, port, pid, scorers (also to `ready_file`)."""
     draining = Draining()
     app = make_app(worker, limits, token, draining, replica_id)
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=5
-    )
+    config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=5)
     server = _Server(config, worker, draining, grace)
     host, port = sock.getsockname()[:2]
     ready = {"host": host, "port": port, "pid": os.getpid(), "scorers": list(worker.scorers)}

@@ -85,12 +85,10 @@ class Worker:
         return self._pending
 
     def add(self, header: EnqueueHeader, array: np.ndarray) -> str:
-        """Queues a request and returns its uuid. QueueFullError when there is no room, ValueError for an unknown scorer."""
+        """Queues a request and returns its uuid. Raises QueueFullError, and ValueError for an unknown scorer."""
         for name in header.reward_fn:
             if name not in self.scorers:
-                raise ValueError(
-                    f"reward_fn: this server has no scorer {name!r}; it has {', '.join(self.scorers)}"
-                )
+                raise ValueError(f"reward_fn: this server has no scorer {name!r}; it has {', '.join(self.scorers)}")
         task = Task(uuid.uuid4().hex, header, array)
         with self._lock:
             room = self._pending_bytes + array.nbytes <= self.limits.queue_bytes
@@ -106,7 +104,7 @@ class Worker:
         return task.uuid
 
     def get(self, task_uuid: str, scorer: str | None) -> tuple[int, dict[str, Any]]:
-        """(HTTP status, answer): 200 scores, 400 pending, 404 unknown uuid, 422 failed or a scorer it was not asked for."""
+        """(HTTP status, answer): 200 scores, 400 pending, 404 unknown uuid, 422 failed, or not asked of that scorer."""
         with self._lock:
             task = self._tasks.get(task_uuid)
             if task is None:
@@ -117,9 +115,7 @@ class Worker:
             if scorer is None and len(names) == 1:
                 scorer = names[0]
             if scorer not in names:
-                return 422, {
-                    "message": one_line(f"type: {scorer!r}; this request asked for {', '.join(names)}")
-                }
+                return 422, {"message": one_line(f"type: {scorer!r}; this request asked for {', '.join(names)}")}
             if scorer in task.answers:
                 task.collected.add(scorer)
                 return 200, task.answers[scorer]
@@ -133,10 +129,7 @@ class Worker:
         end = time.monotonic() + seconds
         with self._idle:
             while time.monotonic() < end:
-                waiting = any(
-                    t.finished is None or t.collected < set(t.header.reward_fn)
-                    for t in self._tasks.values()
-                )
+                waiting = any(t.finished is None or t.collected < set(t.header.reward_fn) for t in self._tasks.values())
                 if not waiting:
                     return
                 self._idle.wait(0.05)
@@ -194,8 +187,7 @@ class Worker:
             task.answers[name] = {
                 # JSON knows no NaN: null is a sample that could not be scored.
                 "scores": {
-                    f"{name}/{key}": [v if math.isfinite(v) else None for v in column]
-                    for key, column in values.items()
+                    f"{name}/{key}": [v if math.isfinite(v) else None for v in column] for key, column in values.items()
                 },
                 "input_info": input_info,
                 "duration": f"{seconds:.4f}",
@@ -204,5 +196,9 @@ class Worker:
             }
             log.info(
                 "request %s: %s scored %d samples in %.3f s (decoded in %.3f s)",
-                task.uuid, name, len(header.prompts), seconds, decoded,
+                task.uuid,
+                name,
+                len(header.prompts),
+                seconds,
+                decoded,
             )

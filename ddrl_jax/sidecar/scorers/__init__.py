@@ -38,9 +38,7 @@ def resolve(spec: str) -> tuple[str, type]:
     target = BUILT_IN.get(spec, spec)
     where, colon, class_name = target.rpartition(":")
     if not colon or not class_name.isidentifier():
-        raise ValueError(
-            f"scorer: {spec!r} is none of {', '.join(BUILT_IN)} and no FILE.py:Class either"
-        )
+        raise ValueError(f"scorer: {spec!r} is none of {', '.join(BUILT_IN)} and no FILE.py:Class either")
     if spec in BUILT_IN:
         return spec, getattr(importlib.import_module(where), class_name)
     path = Path(where)
@@ -54,12 +52,8 @@ def resolve(spec: str) -> tuple[str, type]:
     except Exception as error:
         raise ValueError(f"scorer: {where} fails to import: {type(error).__name__}: {error}") from error
     cls = getattr(module, class_name, None)
-    if not isinstance(cls, type) or not all(
-        callable(getattr(cls, method, None)) for method in ("load", "score")
-    ):
-        raise ValueError(
-            f"scorer: {where} has no class {class_name!r} with the methods `load` and `score`"
-        )
+    if not isinstance(cls, type) or not all(callable(getattr(cls, method, None)) for method in ("load", "score")):
+        raise ValueError(f"scorer: {where} has no class {class_name!r} with the methods `load` and `score`")
     name = str(getattr(cls, "name", path.stem))
     if not name or "/" in name:
         raise ValueError(f"scorer: {where} calls itself {name!r}; a name without '/' is needed")

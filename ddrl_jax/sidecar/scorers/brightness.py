@@ -1,4 +1,4 @@
-"""Mean pixel value: the smallest scorer there is. For smoke tests, and the first thing any policy can learn to raise."""
+"""Mean pixel value: the smallest scorer there is. For smoke tests; the first thing any policy can learn to raise."""
 
 from __future__ import annotations
 

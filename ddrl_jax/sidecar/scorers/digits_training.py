@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .digits import CONFIG_FILE, SUB_SCORES, WEIGHTS_FILE, Nets, raw_scores
+from .digits import CONFIG_FILE, SUB_SCORES, WEIGHTS_FILE, Nets, raw_scores, read_prompt
 
 STEPS, BATCH, LEARNING_RATE, WEIGHT_DECAY = 900, 96, 2e-3, 1e-2
 # Keeps the logits of easy clips within a few units, so that no sub-score drowns the others in the sum.
@@ -33,12 +33,31 @@ def read_clips(path: str) -> dict[str, np.ndarray]:
         raise ValueError(f"data: {str(file)!r} holds no clips ({error})") from None
     video, n = clips["video"], len(clips["video"])
     if video.ndim != 5 or video.dtype != np.uint8 or n < 100:
-        raise ValueError(f"data: video {video.dtype} {video.shape} in {str(file)!r}; uint8 (N,T,H,W,C), N at least 100, is needed")
+        raise ValueError(
+            f"data: video {video.dtype} {video.shape} in {str(file)!r}; uint8 (N,T,H,W,C), N at least 100, is needed"
+        )
     if video.shape[2] % 4 or video.shape[3] % 4 or video.shape[1] < 2:
-        raise ValueError(f"data: clips of shape {video.shape[1:]}; at least 2 frames and multiples of 4 pixels are needed")
+        raise ValueError(
+            f"data: clips of shape {video.shape[1:]}; at least 2 frames and multiples of 4 pixels are needed"
+        )
     if any(len(clips[name]) != n for name in wanted):
         raise ValueError(f"data: columns of different lengths in {str(file)!r}")
     return clips
+
+
+def read_captions(clips: dict[str, np.ndarray]) -> tuple[dict[str, int], dict[str, int]]:
+    """Class of each number word and of each direction ("up left"). ValueError where captions and labels disagree."""
+    digits: dict[str, int] = {}
+    directions: dict[str, int] = {}
+    for caption, digit, direction in zip(clips["caption"], clips["digit"], clips["direction"], strict=True):
+        words = read_prompt(str(caption))
+        if (
+            words is None
+            or digits.setdefault(words[0], int(digit)) != digit
+            or directions.setdefault(words[1], int(direction)) != direction
+        ):
+            raise ValueError(f"data: caption {str(caption)!r} does not tell digit {digit} and direction {direction}")
+    return dict(sorted(digits.items())), dict(sorted(directions.items()))
 
 
 def fakes(real_BTHW: Tensor, rng: torch.Generator) -> Tensor:
@@ -129,15 +148,12 @@ def main(data: str, out: str, *, seed: int = 0, threads: int = 1, steps: int = S
 
     torch.set_num_threads(threads)
     clips = read_clips(data)
+    digits, directions = read_captions(clips)
     held = np.arange(len(clips["video"])) % 10 == 9
     nets = train({k: v[~held] for k, v in clips.items()}, seed, steps)
     rest = {k: v[held] for k, v in clips.items()}
     with torch.inference_mode():
         raw = raw_scores(nets, *tensors(rest))
-    known = {
-        str(c): [int(d), int(m)]
-        for c, d, m in zip(clips["caption"], clips["digit"], clips["direction"], strict=True)
-    }
     config = {
         "shape_THW": list(clips["video"].shape[1:4]),
         "mean": {k: float(v.double().mean()) for k, v in raw.items()},
@@ -145,7 +161,8 @@ def main(data: str, out: str, *, seed: int = 0, threads: int = 1, steps: int = S
         "overall_weight": OVERALL_WEIGHT,
         "accuracy_unseen_clips": accuracy(nets, rest),
         "seed": seed,
-        "prompts": dict(sorted(known.items())),
+        "digits": digits,
+        "directions": directions,
     }
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,31 @@
+"""The digits at the size that proves the point: results, and how to make them again, in docs/results/digits.md.
+
+Same data, network and rewards as `configs/quickstart.py`, from a better base, which one command makes:
+
+    python -m ddrl_jax.main --config=configs/digits.py --config.pretrain.from_run= --config.train.steps=0 \
+        --workdir=runs/digits_base
+"""
+
+from ddrl_jax.config import default
+
+
+def get_config():
+    config = default()
+    config.codec.mean, config.codec.std = -0.729, 0.513  # of the pixels of training clips
+
+    config.process.sigma_max = 80.0
+    config.process.train_mean = 0.0
+    config.process.train_std = 1.2
+    config.process.train_multiplier = 1.0
+    config.process.high_sigma_ratio = 0.0
+
+    config.pretrain.steps = 6000
+    config.pretrain.learning_rate = 1e-3
+    config.pretrain.from_run = "runs/digits_base"
+
+    config.objective.name = "ddrl"
+    config.objective.data_beta = 0.3
+    config.train.steps = 150
+    config.train.learning_rate = 5e-5
+    config.train.warmup_steps = 10
+    return config

@@ -1,0 +1,173 @@
+"""Bad input: one line that names the field, the value and what would be right, exit status 2, nothing lost."""
+
+import json
+import socket
+import sys
+
+import pytest
+
+from ddrl_jax import config as config_lib
+from ddrl_jax import main as main_lib
+
+from . import tiny
+from .paths import ROOT
+
+FILE = f"--config={ROOT}/tests/tiny_config.py"
+
+
+def call(capsys, *arguments):
+    """(exit status, the lines on stderr) of main in this process; enough for what fails before jax is imported."""
+    status = main_lib.main(["main", *arguments])
+    return status, capsys.readouterr().err.strip().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--config.train.stepz=3", "config.train.stepz='3': there is no such field; did you mean config.train.steps?"),
+        ("--config.nothing.like.it=3", "config.nothing.like.it='3': there is no such field"),
+        ("--config.train.steps=abc", "flag --config.train.steps=abc: invalid literal for int() with base 10: 'abc'"),
+        ("--config.train.steps=1.5", "flag --config.train.steps=1.5: invalid literal for int() with base 10: '1.5'"),
+        ("--config.train.steps=-1", "config.train.steps=-1: must be at least 0"),
+        ("--config.train.learning_rate=nan", "config.train.learning_rate=nan: must be at least 0"),
+        (
+            "--config.rollout.group_size=3",
+            "config.train.micro_batch=4: must divide rollout.conditions * rollout.group_size = 6",
+        ),
+        (
+            "--config.train.micro_batch=2",
+            "config.rollout.group_size=4: must divide train.micro_batch=2 (a group is never split over micro-batches)",
+        ),
+        (
+            "--config.train.updates_per_rollout=3",
+            "config.train.updates_per_rollout=3: updates times train.micro_batch=4 must divide the 8 rollouts",
+        ),
+        (
+            "--config.rollout.trained_steps=(0,3)",
+            "config.rollout.trained_steps=(0, 3): 3 is outside the schedule: with rollout.num_steps=4 steps 0 to 2",
+        ),
+        ("--config.rollout.trained_steps=(1,1)", "config.rollout.trained_steps=(1, 1): must be distinct"),
+        (
+            "--config.process.sigma_min=90.",
+            "config.process.sigma_min=90.0: must be above 0 and below process.sigma_max=80",
+        ),
+        ("--config.process.solver=3ab", "config.process.solver='3ab': must be 2ab, 1euler or 2mid"),
+        ("--config.process.shift=3.", "config.process.shift=3.0: is not a field of edm_churn"),
+        ("--config.objective.name=ppo", "config.objective.name='ppo': must be one of ddrl, dance_grpo"),
+        ("--config.objective.clip_range=0.", "config.objective.clip_range=0.0: must be above 0"),
+        ("--config.model.heads=5", "config.model.heads=5: must divide model.width=32"),
+        ("--config.data.size=10", "config.data.size=10: must be a multiple of 2 * codec.factor = 4"),
+        ("--config.reward.launch=False", "config.reward.url='': must be the sidecar's address when reward.launch is"),
+        ("--mode=dance", "flag --mode=dance: value should be one of <train|eval>"),
+        ("--workdri=x", "Unknown command line flag 'workdri'"),
+    ],
+)
+def test_flags_and_values(capsys, argument, message):
+    status, lines = call(capsys, FILE, argument)
+    assert status == 2 and len(lines) == 1
+    assert lines[0].startswith("error: ") and message in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [("--config=nowhere.py", "--config='nowhere.py': there is no such file"), ("--workdir=x", "--config: name a file")],
+)
+def test_no_config(capsys, argument, message):
+    status, lines = call(capsys, argument)
+    assert status == 2 and len(lines) == 1 and message in lines[0]
+
+
+def test_bad_flags_do_not_wait_for_jax():
+    code = (
+        "import sys; from ddrl_jax import main; "
+        f"status = main.main(['main', {FILE!r}, '--config.train.steps=-1']); assert 'jax' not in sys.modules; sys.exit(status)"
+    )
+    import subprocess
+
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+
+
+def test_shipped_configs_are_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argument = config_lib.locate("--config=configs/quickstart.py")
+    assert (ROOT / "configs/quickstart.py").samefile(argument.removeprefix("--config="))
+    assert config_lib.locate("--config=configs/none.py") == "--config=configs/none.py"
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/quickstart.py").touch()
+    assert config_lib.locate("--config=configs/quickstart.py") == "--config=configs/quickstart.py"
+
+
+@pytest.mark.parametrize("name", [p.name for p in sorted((ROOT / "configs").glob("*.py"))])
+def test_shipped_configs_are_valid(name):
+    config_lib.validate(config_lib.load(str(ROOT / "configs" / name)))
+
+
+def bad_run(tmp_path, *arguments, env=None):
+    """A run in a process of its own that must end with status 2 and one line on stderr. Returns the line."""
+    process = tiny.main(tmp_path / "run", *arguments, env=env, timeout=120)
+    errors = [line for line in process.err.strip().splitlines() if line.startswith("error: ")]
+    assert process.returncode == 2, process.err
+    assert len(errors) == 1 and "Traceback" not in process.err
+    return errors[0]
+
+
+@pytest.mark.slow
+def test_what_only_the_run_can_find(tmp_path):
+    line = bad_run(tmp_path, "--config.mesh.fsdp=3")
+    assert "config.mesh: replica=1, fsdp=3, context=1 does not give 1 devices" in line
+
+    line = bad_run(tmp_path, f"--config.data.path={tmp_path}/empty")
+    assert f"config.data.path = '{tmp_path}/empty'" in line and "clips.npz" in line
+
+    line = bad_run(tmp_path, f"--config.reward.env={tmp_path}/no_env")
+    assert f"python -m ddrl_jax.sidecar build --scorer digits --env {tmp_path}/no_env" in line
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = bad_run(tmp_path, f"--config.reward.port={port}")
+        assert str(port) in line and "port" in line
+
+    line = bad_run(tmp_path, f"--config.pretrain.from_run={tmp_path}/nowhere")
+    assert f"config.pretrain.from_run='{tmp_path}/nowhere': holds no checkpoints/pretrain; make it with" in line
+
+
+@pytest.mark.slow
+def test_a_workdir_of_another_config_is_refused_and_left_alone(tmp_path):
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    saved = tiny.config()
+    saved.train.learning_rate = 0.5
+    (workdir / "config.json").write_text(config_lib.to_json(saved))
+    before = (workdir / "config.json").read_bytes()
+    line = bad_run(tmp_path)
+    assert "config.train.learning_rate=0.001" in line and "holds a run with 0.5" in line
+    assert (workdir / "config.json").read_bytes() == before and sorted(p.name for p in workdir.iterdir()) == ["config.json"]
+
+
+def test_what_may_differ_is_said_and_what_may_not_is_refused(tmp_path):
+    saved, now = tiny.config(), tiny.config()
+    (tmp_path / "config.json").write_text(config_lib.to_json(saved))
+    assert config_lib.check_same_run(now, tmp_path) == []
+    now.train.steps, now.checkpoint.keep, now.reward.url = 9, 5, "http://x"
+    lines = config_lib.check_same_run(now, tmp_path)
+    assert len(lines) == 3 and "config.train.steps: 6 when the run was started, 9 now" in lines
+    now.rollout.num_steps = 5
+    with pytest.raises(config_lib.ConfigError, match="config.rollout.num_steps=5"):
+        config_lib.check_same_run(now, tmp_path)
+
+
+def test_every_field_of_the_schema_is_read_somewhere():
+    """A config field that nothing reads is a defect."""
+    source = "\n".join(p.read_text() for p in (ROOT / "ddrl_jax").rglob("*.py") if p.name != "config.py")
+    expanded = {"model", "advantage", "log", "objective", "process"}  # passed on whole
+    for field in config_lib.flatten(config_lib.default().to_dict()):
+        parts = field.split(".")
+        if parts[0] in expanded or parts[:2] == ["reward", "weights"] or parts[-1] == "name":
+            continue
+        assert f".{parts[-1]}" in source or f'"{parts[-1]}"' in source, f"config.{field} is read by nothing"
+
+
+def test_config_json_round_trips(tmp_path):
+    config = tiny.config()
+    assert config_lib.differences(config, json.loads(config_lib.to_json(config))) == []

@@ -1,0 +1,295 @@
+"""The sampler: golden chains, what is recorded, draws, dtypes, compilation."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ddrl_jax import DanceSDE, EDMChurn, FlowSDE, Trajectory, sample
+
+GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "sampler.npz")
+PROCESSES = {
+    "2ab": EDMChurn(),
+    "1euler": EDMChurn(solver="1euler"),
+    "2mid": EDMChurn(solver="2mid"),
+    "flow": FlowSDE(),
+    "dance": DanceSDE(),
+}
+
+
+def net(params, x, sigma, cond):
+    scale = jnp.sqrt(1 + sigma**2).reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.tanh(jnp.einsum("dc,bc...->bd...", params, x) / scale)
+
+
+def toy(params, x, sigma, cond):
+    """A denoiser for any shape; cond shifts."""
+    sigma = sigma.reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.tanh(params * x / (1 + sigma)) + (0.0 if cond is None else cond)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("solver", ["2ab", "1euler", "2mid"])
+@pytest.mark.parametrize("churn", [0, 1, 30])
+def test_whole_chains_match_golden(churn, solver, jit):
+    g = {k: GOLDEN[f"chain/churn{churn}/{solver}/{k}"] for k in ("x_init", "noise", "noise_x", "sigma", "sigma_next")}
+    g |= {k: GOLDEN[f"chain/churn{churn}/{solver}/{k}"] for k in ("mu", "final")}
+    num_steps = len(g["sigma"])
+    record = tuple(range(num_steps - 1)) if churn else ()
+    process = EDMChurn(solver=solver, s_churn=float(churn))
+    with jax.enable_x64(True):
+        f = functools.partial(
+            sample, denoise=net, process=process, shape=g["final"].shape, num_steps=num_steps, record=record,
+            keep_mean=True,
+        )  # fmt: skip
+        f = jax.jit(f) if jit else f
+        noise = (g["x_init"] / 200.0, g["noise"])
+        x0, trajectory = f(GOLDEN["net/A"], None, None, noise=noise)
+        assert x0.dtype == jnp.float64
+        np.testing.assert_allclose(x0, g["final"], rtol=0, atol=1e-12)
+        if not churn:
+            assert trajectory.x.shape == (0, *g["final"].shape)
+            return
+        for ours, golden in (("x", "noise_x"), ("mean_old", "mu"), ("sigma", "sigma"), ("sigma_next", "sigma_next")):
+            expected = g[golden][:-1]
+            np.testing.assert_allclose(
+                getattr(trajectory, ours), expected, rtol=0, atol=1e-11 * np.abs(expected).max(), err_msg=ours
+            )
+        # x_next is the next step's x, after its noising.
+        np.testing.assert_allclose(trajectory.x_next, g["noise_x"][1:], rtol=0, atol=1e-11 * 200)
+        spread = (g["noise_x"][1:] - g["mu"][:-1]) / g["noise"][1:]
+        np.testing.assert_allclose(trajectory.std, np.median(spread.reshape(num_steps - 1, -1), 1), rtol=1e-8)
+        np.testing.assert_allclose(trajectory.init_noise, noise[0], rtol=0, atol=0)
+        if solver != "2ab":
+            assert trajectory.prev_x0 is None and trajectory.prev_sigma is None
+            return
+        x0_pred = GOLDEN[f"chain/churn{churn}/{solver}/x0_pred"]
+        np.testing.assert_allclose(trajectory.prev_x0[1:], x0_pred[: num_steps - 2], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(trajectory.prev_sigma[1:], g["sigma"][: num_steps - 2], rtol=1e-12)
+        assert np.isinf(trajectory.prev_sigma[0]) and (trajectory.prev_x0[0] == 0).all()
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_record_keeps_what_the_replay_needs(name):
+    process, num_steps = PROCESSES[name], 7
+    x0, everything = sample(
+        0.7, jax.random.key(0), None, denoise=toy, process=process, shape=(3, 2, 2), num_steps=num_steps,
+        record=range(num_steps - 1), keep_mean=True,
+    )  # fmt: skip
+    assert isinstance(everything, Trajectory) and everything.num_steps == num_steps
+    np.testing.assert_allclose(everything.x[1:], everything.x_next[:-1], rtol=0, atol=0)
+    np.testing.assert_allclose(everything.sigma, process.seen_levels(num_steps)[:-1], rtol=1e-6)
+    np.testing.assert_allclose(everything.sigma_next, process.levels(num_steps)[1:-1], rtol=1e-6)
+    np.testing.assert_allclose(everything.std, process.step_stds(num_steps)[:-1], rtol=1e-6)
+    np.testing.assert_array_equal(everything.step, range(num_steps - 1))
+    assert everything.step.dtype == jnp.int32
+
+    subset = np.array([4, 1])
+    x0_again, some = sample(
+        0.7, jax.random.key(0), None, denoise=toy, process=process, shape=(3, 2, 2), num_steps=num_steps, record=subset
+    )
+    np.testing.assert_array_equal(x0_again, x0)
+    assert some.mean_old is None
+    expected = everything.take_steps(subset)
+    for field in ("x", "x_next", "sigma", "sigma_next", "std", "step", "prev_x0", "prev_sigma", "init_noise"):
+        ours, theirs = getattr(some, field), getattr(expected, field)
+        assert (ours is None) == (theirs is None) == (field.startswith("prev") and name != "2ab")
+        if ours is not None:
+            np.testing.assert_array_equal(ours, theirs, err_msg=field)
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_last_state_and_finish(name):
+    # Rebuild the end of the chain by hand from the last recordable step.
+    process, num_steps, params = PROCESSES[name], 5, 0.6
+    rng = np.random.default_rng(0)
+    noise = (rng.normal(size=(2, 3)).astype(np.float32), rng.normal(size=(num_steps, 2, 3)).astype(np.float32))
+    is_edm = isinstance(process, EDMChurn)
+    last = num_steps - 2 if is_edm else num_steps - 1
+    x0, at = sample(
+        params, None, None, denoise=toy, process=process, shape=(2, 3), num_steps=num_steps, record=(0, last),
+        noise=noise,
+    )  # fmt: skip
+    if not is_edm:
+        np.testing.assert_array_equal(at.x[0], noise[0])
+        last_x0 = toy(params, at.x[1], jnp.full(2, at.sigma[1]), None)
+        mean, std = process.mean_std(at.x[1], at.sigma[1], at.sigma_next[1], last_x0, num_steps=num_steps)
+        x_last = mean + std * noise[1][-1]
+        np.testing.assert_allclose(at.x_next[1], x_last, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(x0, x_last if name == "flow" else last_x0, rtol=1e-5, atol=1e-6)
+        return
+    eta = 1 / (num_steps + 1)
+    start = 200 * noise[0] + 200 * np.sqrt(min(eta, 1.2**0.5 - 1) * (2 + min(eta, 1.2**0.5 - 1))) * noise[1][0]
+    np.testing.assert_allclose(at.x[0], start, rtol=1e-5)
+    # The last step starts at at.x_next[1]; its history is the step before it.
+    levels, seen = process.levels(num_steps), process.seen_levels(num_steps)
+    denoise = lambda x, s: toy(params, x, jnp.broadcast_to(s, 2), None)  # noqa: E731
+    mean, std = process.mean_std(
+        at.x_next[1], seen[-1], levels[-1], denoise(at.x_next[1], seen[-1]), denoise(at.x[1], at.sigma[1]),
+        at.sigma[1], num_steps=num_steps, x0_fn=denoise,
+    )  # fmt: skip
+    assert float(std) == 0.0
+    np.testing.assert_allclose(x0, denoise(mean, jnp.float32(0.01)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_another_record_compiles_nothing(name):
+    process, num_steps, traces = PROCESSES[name], 6, []
+
+    def counted(params, x, sigma, cond):
+        traces.append(1)
+        return toy(params, x, sigma, cond)
+
+    @jax.jit
+    def rollout(params, rng, record):
+        return sample(
+            params, rng, None, denoise=counted, process=process, shape=(2, 3), num_steps=num_steps, record=record,
+            keep_mean=True,
+        )[1]  # fmt: skip
+
+    everything = sample(
+        0.7, jax.random.key(3), None, denoise=toy, process=process, shape=(2, 3), num_steps=num_steps,
+        record=tuple(range(5)), keep_mean=True,
+    )[1]  # fmt: skip
+    first = None
+    for record in ([0, 2, 4], [3, 1, 0], [2, 2, 4], [4, 3, 2]):
+        some = rollout(0.7, jax.random.key(3), jnp.array(record))
+        first = first or len(traces)
+        for field in ("x", "x_next", "mean_old", "sigma", "std", "sigma_next"):
+            np.testing.assert_allclose(
+                getattr(some, field), getattr(everything, field)[np.array(record)], rtol=2e-5, atol=1e-5
+            )
+    assert len(traces) == first and rollout._cache_size() == 1
+
+
+def test_a_traced_record_gives_dead_slots_for_what_cannot_be_recorded():
+    f = jax.jit(
+        lambda record: sample(
+            0.7, jax.random.key(3), None, denoise=toy, process=EDMChurn(), shape=(2, 3), num_steps=6, record=record
+        )[1]
+    )
+    some = f(jnp.array([5, 2, 17, -1]))  # the deterministic last step, a real one, two outside the schedule
+    np.testing.assert_array_equal(np.asarray(some.std) > 0, [False, True, False, False])
+    assert not any(np.isnan(leaf).any() for leaf in jax.tree.leaves(some))
+
+
+@pytest.mark.parametrize(
+    ("process", "record", "word"),
+    [
+        (EDMChurn(), (0, 6), "step 6"),
+        (EDMChurn(), (-1,), "step -1"),
+        (EDMChurn(), np.array([0, 5]), "deterministic"),
+        (EDMChurn(s_churn=0.0), (0,), "deterministic"),
+        (FlowSDE(noise_level=0.0), jnp.array([0]), "deterministic"),
+        (EDMChurn(), (0.5,), "integers"),
+    ],
+)
+def test_concrete_records_are_checked(process, record, word):
+    for wrap in (lambda f: f, jax.jit):
+        f = wrap(
+            lambda rng: sample(0.7, rng, None, denoise=toy, process=process, shape=(2, 3), num_steps=6, record=record)[
+                0
+            ]
+        )
+        with pytest.raises(ValueError, match=word):
+            f(jax.random.key(0))
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_default_record_and_odes(name):
+    process = PROCESSES[name]
+    f = functools.partial(sample, 0.7, jax.random.key(0), None, denoise=toy, shape=(2, 3), num_steps=6)
+    np.testing.assert_array_equal(f(process=process)[1].step, [0, 2, 4])
+    if isinstance(process, EDMChurn):
+        ode = EDMChurn(solver=process.solver, s_churn=0.0)
+    else:
+        ode = FlowSDE(noise_level=0.0) if name == "flow" else DanceSDE(eta=0.0)
+    x0, nothing = f(process=ode)
+    assert nothing.x.shape == (0, 2, 3) and nothing.step.shape == (0,)
+    # The start noise alone decides an ODE's sample.
+    noise = (nothing.init_noise, jax.random.normal(jax.random.key(9), (6, 2, 3)))
+    np.testing.assert_allclose(f(process=ode, noise=noise)[0], x0, rtol=1e-6, atol=1e-6)
+    with_last = f(process=process, record=(4,) if isinstance(process, EDMChurn) else (5,))[1]
+    assert with_last.std[0] > 0
+
+
+def test_draws_are_unit_normals_and_differ_from_step_to_step():
+    for process in (EDMChurn(), FlowSDE()):
+        _, at = sample(
+            0.7, jax.random.key(0), None, denoise=toy, process=process, shape=(200, 10), num_steps=4,
+            record=(0, 1, 2), keep_mean=True,
+        )  # fmt: skip
+        draws = np.asarray((at.x_next - at.mean_old) / at.std[:, None, None]).reshape(3, -1)
+        draws = np.concatenate([np.asarray(at.init_noise).reshape(1, -1), draws])
+        np.testing.assert_allclose(np.corrcoef(draws), np.eye(4), atol=0.1)
+        np.testing.assert_allclose(draws.std(1), 1.0, atol=0.07)
+        np.testing.assert_allclose(draws.mean(1), 0.0, atol=0.09)
+
+
+def test_dtypes():
+    f = functools.partial(sample, 0.7, None, None, denoise=toy, process=EDMChurn(), shape=(2, 3), num_steps=4)
+    draws = lambda dtype: (np.ones((2, 3), dtype), np.ones((4, 2, 3), dtype))  # noqa: E731
+    key = dict(rng=jax.random.key(0))
+    sample_key = functools.partial(
+        sample, 0.7, cond=None, denoise=toy, process=EDMChurn(), shape=(2, 3), num_steps=4, **key
+    )
+    assert f(noise=draws(np.float32))[0].dtype == sample_key()[0].dtype == jnp.float32
+    with jax.enable_x64(True):
+        for x0, at in (f(noise=draws(np.float64)), sample_key(dtype=jnp.float64)):
+            assert x0.dtype == jnp.float64
+            assert {leaf.dtype for leaf in jax.tree.leaves(at)} == {jnp.dtype("float64"), jnp.dtype("int32")}
+        x0, at = sample_key()
+        assert {leaf.dtype for leaf in jax.tree.leaves((x0, at))} == {jnp.dtype("float32"), jnp.dtype("int32")}
+        assert f(noise=draws(np.float64), dtype=jnp.float32)[0].dtype == jnp.float32
+    x0, at = sample_key(dtype=jnp.bfloat16)
+    assert x0.dtype == at.x.dtype == at.prev_x0.dtype == jnp.bfloat16
+    assert at.sigma.dtype == at.std.dtype == jnp.float32
+
+
+def test_denoiser_sees_a_level_per_sample_and_its_condition_as_given():
+    cond = {"text": jnp.ones((1, 3)), "frames": None}
+    seen = []
+
+    def denoise(params, x, sigma, cond):
+        seen.append((x.shape, sigma.shape, jax.tree.map(jnp.shape, cond)))
+        return x
+
+    sample({}, jax.random.key(0), cond, denoise=denoise, process=EDMChurn(solver="2mid"), shape=(4, 2), num_steps=3)
+    assert len(seen) >= 3 and all(s == ((4, 2), (4,), {"text": (1, 3), "frames": None}) for s in seen)
+
+
+def test_missing_or_misshapen_noise_is_an_error():
+    f = functools.partial(sample, 0.7, None, None, denoise=toy, process=EDMChurn(), shape=(2, 3), num_steps=4)
+    with pytest.raises(ValueError, match="rng=None"):
+        f()
+    with pytest.raises(ValueError, match="noise has shapes"):
+        f(noise=(np.ones((2, 3)), np.ones((3, 2, 3))))
+
+
+def test_memory_is_the_recorded_steps_whatever_the_number_of_steps():
+    def temp_bytes(num_steps):
+        f = jax.jit(
+            lambda rng: sample(
+                0.7, rng, None, denoise=toy, process=EDMChurn(), shape=(64, 1024), num_steps=num_steps, record=(0, 2)
+            )
+        )
+        return f.lower(jax.random.key(0)).compile().memory_analysis().temp_size_in_bytes
+
+    assert temp_bytes(64) <= temp_bytes(8) + 4096
+
+
+def test_a_trajectory_is_a_pytree_with_static_num_steps():
+    at = sample(
+        0.7, jax.random.key(0), None, denoise=toy, process=EDMChurn(), shape=(4, 3), num_steps=6, keep_mean=True
+    )[1]
+    doubled = jax.jit(lambda t: jax.tree.map(lambda a: 2 * a, t))(at)
+    assert isinstance(doubled, Trajectory) and doubled.num_steps == 6
+    leaves, _ = jax.tree.flatten(at)
+    assert len(leaves) == 10 and 6 not in [leaf.ndim == 0 and int(leaf) for leaf in leaves]
+    rows = at.take_rows(np.array([2, 0]))
+    np.testing.assert_array_equal(rows.x, at.x[:, [2, 0]])
+    np.testing.assert_array_equal(rows.init_noise, at.init_noise[np.array([2, 0])])
+    np.testing.assert_array_equal(rows.sigma, at.sigma)

@@ -1,0 +1,194 @@
+"""Runs that are killed, stopped, resumed, extended, damaged: each for real, in a process of its own.
+
+The measure is the sha256 of the parameters after the last step, against an uninterrupted run's.
+"""
+
+import hashlib
+import json
+import random
+import shutil
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from ddrl_jax import build
+from ddrl_jax.checkpoint.manager import Checkpoints
+
+from . import tiny
+
+pytestmark = pytest.mark.slow
+TOTAL = tiny.config().train.steps
+
+
+def digest(workdir, step=TOTAL):
+    """sha256 over parameters, optimizer and EMA of the checkpoint at `step`."""
+    config = tiny.config()
+    config.mesh.context = 8  # the test process has eight devices; nothing is cut over context
+    setup = build.build(config)
+    optimizer, exponent = build.optimizer(config.train), build.ema_exponent(config.train)
+    params = build.init_params(config, setup, jax.random.key(0))
+    checkpoints = Checkpoints(workdir / "checkpoints/ddrl", read_only=True)
+    found, state = checkpoints.restore(build.train_state(setup, params, optimizer, exponent))
+    assert found == step
+    sha = hashlib.sha256()
+    for leaf in jax.tree.leaves(state):
+        sha.update(np.asarray(leaf).tobytes())
+    return sha.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """One uninterrupted run; the others are compared with it."""
+    workdir = tmp_path_factory.mktemp("straight") / "run"
+    process = tiny.main(workdir)
+    assert process.returncode == 0, process.err
+    return workdir
+
+
+def check_metrics(workdir, total=TOTAL):
+    """Each step once, in order, with every number that the straight run has."""
+    for stage, steps in (("pretrain", 4), ("ddrl", total)):
+        assert [m["step"] for m in tiny.lines(workdir, stage)] == list(range(steps))
+    evaluations = [m["step"] for m in tiny.lines(workdir, "eval")]
+    assert evaluations == [s for s in range(total + 1) if s % 3 == 0]
+
+
+def test_the_straight_run_is_whole(straight):
+    check_metrics(straight)
+    line = tiny.lines(straight, "ddrl")[-1]
+    for name in ("reward", "reward_std", "data_loss", "ratio_mean", "valid_rate", "grad_norm"):
+        assert np.isfinite(line[name]), name
+    assert line["valid_rate"] == 1.0 and line["ratio_mean"] == 1.0
+    assert {"seconds", "seconds_rollout", "seconds_gradients", "seconds_reward_wait"} <= line.keys()
+    assert (straight / "report/index.html").stat().st_size > 10_000
+    assert len(json.loads((straight / "summary.json").read_text())["signals"]) == 3
+
+
+def test_the_same_command_twice_gives_the_same_parameters(straight, tmp_path):
+    process = tiny.main(tmp_path / "run")
+    assert process.returncode == 0, process.err
+    assert digest(tmp_path / "run") == digest(straight)
+    first, second = (tiny.lines(w, "ddrl") for w in (straight, tmp_path / "run"))
+    strip = [{k: v for k, v in m.items() if "seconds" not in k} for m in first]
+    assert strip == [{k: v for k, v in m.items() if "seconds" not in k} for m in second]
+
+
+def _kill_when(workdir, ready, timeout=240):
+    """Starts the run and kills it, with everything it started, once ready() is true. False when it ended before."""
+    process = tiny.start(workdir, stdout=open(workdir.parent / "out.txt", "a"), stderr=open(workdir.parent / "err.txt", "a"))
+    deadline = time.monotonic() + timeout
+    while process.poll() is None and not ready():
+        assert time.monotonic() < deadline, "the moment to kill never came"
+        time.sleep(0.002)
+    alive = process.poll() is None
+    process.kill()
+    process.wait()
+    return alive
+
+
+def test_killed_at_random_moments_and_inside_a_save(straight, tmp_path):
+    workdir = tmp_path / "run"
+    rng = random.Random(20251204)
+    log = workdir / "metrics.jsonl"
+
+    def count():
+        return log.read_bytes().count(b"\n") if log.exists() else 0
+
+    kills = 0
+    # A save under way is a temporary folder beside the checkpoints.
+    saving = lambda: any(workdir.glob("checkpoints/ddrl/*tmp*"))  # noqa: E731
+    kills += _kill_when(workdir, saving)
+    for _ in range(5):
+        before, extra = count(), rng.random() * 1.5
+        moment = []
+
+        def ready(before=before, extra=extra, moment=moment):
+            if not moment and count() > before:
+                moment.append(time.monotonic() + extra)
+            return bool(moment) and time.monotonic() >= moment[0]
+
+        kills += _kill_when(workdir, ready)
+    assert kills >= 5, "the run was over before it could be killed often enough"
+    process = tiny.main(workdir)
+    assert process.returncode == 0, process.err
+    assert digest(workdir) == digest(straight)
+    check_metrics(workdir)
+
+
+def test_sigterm_saves_and_leaves_and_the_rest_is_the_same(straight, tmp_path):
+    workdir = tmp_path / "run"
+    process = tiny.start(workdir)
+    while not (workdir / "metrics.jsonl").exists() or len(tiny.lines(workdir, "ddrl")) < 1:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "stopped by SIGTERM at iteration" in out
+    assert not (workdir / "report/index.html").exists()
+    saved = max(int(p.name) for p in (workdir / "checkpoints/ddrl").iterdir() if p.name.isdigit())
+    assert 0 < saved < TOTAL and len(tiny.lines(workdir, "ddrl")) == saved
+    process = tiny.main(workdir)
+    assert process.returncode == 0, process.err
+    assert f"resuming at iteration {saved} of {TOTAL}" in process.out
+    assert digest(workdir) == digest(straight)
+    check_metrics(workdir)
+
+
+def test_a_finished_run_says_so_and_train_steps_extends_it(straight, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(straight, workdir)
+    before = (workdir / "metrics.jsonl").read_bytes()
+    process = tiny.main(workdir)
+    assert process.returncode == 0, process.err
+    assert f"this run is finished: {TOTAL} of {TOTAL} iterations" in process.out
+    assert (workdir / "metrics.jsonl").read_bytes() == before
+    process = tiny.main(workdir, f"--config.train.steps={TOTAL + 3}")
+    assert process.returncode == 0, process.err
+    assert f"config.train.steps: {TOTAL} when the run was started, {TOTAL + 3} now" in process.out
+    check_metrics(workdir, TOTAL + 3)
+    longer = tmp_path / "longer"
+    process = tiny.main(longer, f"--config.train.steps={TOTAL + 3}")
+    assert process.returncode == 0, process.err
+    assert digest(workdir, TOTAL + 3) == digest(longer, TOTAL + 3)
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(straight, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(straight, workdir)
+    newest = workdir / f"checkpoints/ddrl/{TOTAL}"
+    for file in [p for p in newest.rglob("*") if p.is_file()]:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    process = tiny.main(workdir)
+    assert process.returncode == 0, process.err
+    assert f"ddrl/{TOTAL} cannot be read" in process.err + process.out
+    assert f"resuming at iteration {TOTAL - 2} of {TOTAL}" in process.out
+    assert digest(workdir) == digest(straight)
+    check_metrics(workdir)
+
+
+def test_another_runs_base_is_taken_and_not_written_to(straight, tmp_path):
+    base = sorted((p.name, p.stat().st_mtime_ns) for p in (straight / "checkpoints/pretrain").rglob("*"))
+    workdir = tmp_path / "run"
+    process = tiny.main(workdir, f"--config.pretrain.from_run={straight}")
+    assert process.returncode == 0, process.err
+    assert not (workdir / "checkpoints/pretrain").exists()
+    assert sorted((p.name, p.stat().st_mtime_ns) for p in (straight / "checkpoints/pretrain").rglob("*")) == base
+    assert digest(workdir) == digest(straight)
+
+
+def test_eval_mode_measures_the_newest_checkpoint_again(straight, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(straight, workdir)
+    before = json.loads((workdir / f"eval/{TOTAL:06d}/eval.json").read_text())
+    shutil.rmtree(workdir / f"eval/{TOTAL:06d}")
+    process = tiny.main(workdir, "--mode=eval")
+    assert process.returncode == 0, process.err
+    after = json.loads((workdir / f"eval/{TOTAL:06d}/eval.json").read_text())
+    assert after["per_clip"] == before["per_clip"]
+    check_metrics(workdir)
+
+
