@@ -19,7 +19,7 @@ def get_config():
     config.process.train_multiplier = 1.0
     config.process.high_sigma_ratio = 0.0
 
-    config.pretrain.steps = 6000
+    config.pretrain.steps = 9000
     config.pretrain.learning_rate = 1e-3
     config.pretrain.from_run = "runs/digits_base"
 

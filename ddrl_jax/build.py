@@ -89,7 +89,9 @@ def build(config: ConfigDict) -> Setup:
         mesh=mesh,
         codec=codec,
         table=table,
-        denoise=cosmos_denoiser(_graphdef(config), use_rf_ckpts=True),
+        denoise=cosmos_denoiser(
+            _graphdef(config), use_rf_ckpts=True, level="edm" if config.process.name == "edm_churn" else "flow"
+        ),
         process=build_process(config),
         objective=build_objective(config),
         latent_shape=(config.codec.factor**2, config.data.frames, side, side),

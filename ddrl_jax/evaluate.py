@@ -338,7 +338,7 @@ def summarise(config: ConfigDict, workdir: Path, *, config_file: str, command: s
         "before": evaluations[0]["metrics"] if evaluations else {},
         "after": evaluations[-1]["metrics"] if len(evaluations) > 1 else {},
         "changes": compare(folders[0], folders[-1]) if len(folders) > 1 else [],
-        "signals": [vars(s) for s in signals],
+        "signals": [{**vars(s), "value": _json(s.value)} for s in signals],
     }
     part = workdir / "summary.json.part"
     part.write_text(json.dumps(summary, indent=1))

@@ -25,9 +25,7 @@ def read_flags(argv: list[str]) -> tuple[Any, str, str, str]:
     flags.DEFINE_string("workdir", None, "the run's folder: checkpoints, metrics, report", flag_values=values)
     flags.DEFINE_enum("mode", "train", MODES, "train: pre-train, DDRL, report; eval: evaluate", flag_values=values)
     argv = [config_lib.locate(a) for a in argv]
-    config_flags.DEFINE_config_file(
-        "config", None, "a file with get_config()", flag_values=values, sys_argv=argv
-    )
+    config_flags.DEFINE_config_file("config", None, "a file with get_config()", flag_values=values, sys_argv=argv)
     file = next((a.partition("=")[2] for a in argv if a.startswith("--config=")), "")
     if not file:
         raise config_lib.ConfigError("--config: name a file, such as --config=configs/quickstart.py")

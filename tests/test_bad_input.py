@@ -2,6 +2,7 @@
 
 import json
 import socket
+import subprocess
 import sys
 
 import pytest
@@ -80,10 +81,9 @@ def test_no_config(capsys, argument, message):
 def test_bad_flags_do_not_wait_for_jax():
     code = (
         "import sys; from ddrl_jax import main; "
-        f"status = main.main(['main', {FILE!r}, '--config.train.steps=-1']); assert 'jax' not in sys.modules; sys.exit(status)"
+        f"status = main.main(['main', {FILE!r}, '--config.train.steps=-1']); "
+        "assert 'jax' not in sys.modules; sys.exit(status)"
     )
-    import subprocess
-
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
 
@@ -142,7 +142,8 @@ def test_a_workdir_of_another_config_is_refused_and_left_alone(tmp_path):
     before = (workdir / "config.json").read_bytes()
     line = bad_run(tmp_path)
     assert "config.train.learning_rate=0.001" in line and "holds a run with 0.5" in line
-    assert (workdir / "config.json").read_bytes() == before and sorted(p.name for p in workdir.iterdir()) == ["config.json"]
+    assert (workdir / "config.json").read_bytes() == before
+    assert [p.name for p in workdir.iterdir()] == ["config.json"]
 
 
 def test_what_may_differ_is_said_and_what_may_not_is_refused(tmp_path):
@@ -153,7 +154,7 @@ def test_what_may_differ_is_said_and_what_may_not_is_refused(tmp_path):
     lines = config_lib.check_same_run(now, tmp_path)
     assert len(lines) == 3 and "config.train.steps: 6 when the run was started, 9 now" in lines
     now.rollout.num_steps = 5
-    with pytest.raises(config_lib.ConfigError, match="config.rollout.num_steps=5"):
+    with pytest.raises(config_lib.ConfigError, match=r"config\.rollout\.num_steps=5"):
         config_lib.check_same_run(now, tmp_path)
 
 

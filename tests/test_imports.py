@@ -32,7 +32,7 @@ def part_of(module):
 
 
 def imports(file):
-    """(module, line) of everything that a file imports, inside functions too; `from ddrl_jax import x` is ddrl_jax.x."""
+    """(module, line) of all that a file imports, in functions too; `from ddrl_jax import x` is ddrl_jax.x."""
     package = "ddrl_jax." + ".".join(file.relative_to(PACKAGE).with_suffix("").parts[:-1])
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -88,17 +88,20 @@ def run(code):
     assert done.returncode == 0, done.stderr
 
 
+TRAINER = "import ddrl_jax.main, ddrl_jax.train, ddrl_jax.evaluate, ddrl_jax.report"
+
+
 def blocked(*modules):
     """Code that makes the modules impossible to import."""
     return f"import sys\nfor name in {modules!r}: sys.modules[name] = None\n"
 
 
 def test_the_trainer_works_without_torch():
-    run(blocked("torch", "fastapi", "uvicorn") + "import ddrl_jax.main, ddrl_jax.train, ddrl_jax.evaluate, ddrl_jax.report")
+    run(blocked("torch", "fastapi", "uvicorn") + TRAINER)
 
 
 def test_the_trainer_never_imports_torch_where_it_is():
-    run("import sys, ddrl_jax.main, ddrl_jax.train, ddrl_jax.evaluate, ddrl_jax.report\nassert 'torch' not in sys.modules")
+    run(f"import sys\n{TRAINER}\nassert 'torch' not in sys.modules")
 
 
 def test_the_sidecar_works_without_jax():

@@ -90,9 +90,9 @@ def test_a_non_finite_step_changes_nothing_and_is_counted(what):
     s, _ = state.apply_gradients(s, good, jnp.array(1.0), optimizer, ema_exponent=2.0)
     loss = jnp.array(jnp.nan if what == "loss" else 1.0)
     grads = good if what == "loss" else {"w": jnp.array([1.0, jnp.inf]), "b": jnp.array(1.0)}
-    bad, metrics = jax.jit(
-        lambda s, g, loss: state.apply_gradients(s, g, loss, optimizer, ema_exponent=2.0)
-    )(s, grads, loss)
+    bad, metrics = jax.jit(lambda s, g, loss: state.apply_gradients(s, g, loss, optimizer, ema_exponent=2.0))(
+        s, grads, loss
+    )
     for name in ("params", "opt_state", "ema"):
         jax.tree.map(np.testing.assert_array_equal, getattr(bad, name), getattr(s, name))
     assert (int(bad.step), int(bad.updates), int(bad.skipped), int(bad.skipped_in_a_row)) == (2, 1, 1, 1)

@@ -78,7 +78,8 @@ def test_the_same_command_twice_gives_the_same_parameters(straight, tmp_path):
 
 def _kill_when(workdir, ready, timeout=240):
     """Starts the run and kills it, with everything it started, once ready() is true. False when it ended before."""
-    process = tiny.start(workdir, stdout=open(workdir.parent / "out.txt", "a"), stderr=open(workdir.parent / "err.txt", "a"))
+    with (workdir.parent / "log.txt").open("a") as log:
+        process = tiny.start(workdir, stdout=log, stderr=log)
     deadline = time.monotonic() + timeout
     while process.poll() is None and not ready():
         assert time.monotonic() < deadline, "the moment to kill never came"
@@ -190,5 +191,3 @@ def test_eval_mode_measures_the_newest_checkpoint_again(straight, tmp_path):
     after = json.loads((workdir / f"eval/{TOTAL:06d}/eval.json").read_text())
     assert after["per_clip"] == before["per_clip"]
     check_metrics(workdir)
-
-

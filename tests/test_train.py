@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ddrl_jax import build, config as config_lib, train
+from ddrl_jax import build, train
+from ddrl_jax import config as config_lib
 from ddrl_jax.diffusion.sampler import sample
 from ddrl_jax.rl.advantages import group_advantages
 from ddrl_jax.rl.loss import DataBatch, loss_fn

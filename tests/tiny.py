@@ -10,7 +10,6 @@ from ddrl_jax import config as config_lib
 from .paths import ROOT
 
 
-
 def config():
     c = config_lib.default()
     c.codec.mean, c.codec.std = -0.729, 0.513

@@ -90,7 +90,7 @@ def caption(digit: int, direction: int, wording: int = 0) -> str:
 
 
 def is_heldout(digit: Any, direction: Any, wording: Any) -> Any:
-    """Whether a caption is kept from training: three wordings of eight, rotating over digits and directions. Vectorised."""
+    """Whether training never sees a caption: three wordings of eight, rotating over digits and directions."""
     return (wording + 3 * digit + direction) % WORDINGS < _HELDOUT_WORDINGS
 
 

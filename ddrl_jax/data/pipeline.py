@@ -94,8 +94,8 @@ def _columns(rows: Sequence[tuple[int, int, str]]) -> dict[str, Any]:
 def evaluation_prompts(count: int) -> dict[str, Any]:
     """A fixed list of prompts for evaluations before and after: digit, direction int32 (count,), caption list.
 
-    The 270 held-out ones (captions that training never sees) in one fixed mixed order, again and again: any prefix is as
-    balanced as can be, and a longer list begins with the shorter one.
+    The 270 held-out ones (captions that training never sees) in one fixed mixed order, again and again: any prefix
+    is as balanced as can be, and a longer list begins with the shorter one.
     """
     if count < 1:
         raise ValueError(f"count = {count}: must be at least 1")

@@ -14,7 +14,7 @@ class Signal:
 
     Attributes:
       name: "heldout_loss", "reward_slope" or "reward_std".
-      value: what was measured, in the unit of the limit.
+      value: what was measured, in the unit of the limit; NaN where nothing could be.
       limit: above it the signal alarms.
       alarm: value > limit.
       evidence: one sentence for a reader.
@@ -36,7 +36,7 @@ def heldout_loss_signal(losses: ArrayLike, limit: float = 0.10) -> Signal:
     """
     losses = _finite(losses)
     if losses.size < 2 or not losses[0] > 0.0:
-        return _quiet("heldout_loss", limit, "The held-out diffusion loss was measured less than twice.")
+        return _unmeasured("heldout_loss", limit, "The held-out diffusion loss was measured less than twice.")
     value = float(losses[-1] / losses[0] - 1.0)
     return Signal(
         "heldout_loss",
@@ -63,7 +63,7 @@ def reward_slope_signal(
     rewards = _finite(rewards)
     window = max(2, rewards.size // 2) if window is None else window
     if rewards.size < max(window, 4) or not unit > 0.0:
-        return _quiet("reward_slope", limit, "Too few updates to fit a slope to the reward.")
+        return _unmeasured("reward_slope", limit, "Too few updates to fit a slope to the reward.")
     time = np.arange(window) - 0.5 * (window - 1)
     slopes = np.lib.stride_tricks.sliding_window_view(rewards, window) @ time / (time @ time) / unit
     start = int(np.argmax(slopes))
@@ -92,7 +92,7 @@ def reward_std_signal(stds: ArrayLike, limit: float = 0.25, *, window: int | Non
     stds = _finite(stds)
     window = max(1, stds.size // 10) if window is None else window
     if stds.size < 2 * window or not stds[:window].mean() > 0.0:
-        return _quiet("reward_std", limit, "Too few updates to compare the reward's spread.")
+        return _unmeasured("reward_std", limit, "Too few updates to compare the reward's spread.")
     first, last = float(stds[:window].mean()), float(stds[-window:].mean())
     value = 1.0 - last / first
     return Signal(
@@ -110,5 +110,5 @@ def _finite(values: ArrayLike) -> np.ndarray:
     return values[np.isfinite(values)]
 
 
-def _quiet(name: str, limit: float, evidence: str) -> Signal:
-    return Signal(name, 0.0, limit, False, evidence)
+def _unmeasured(name: str, limit: float, evidence: str) -> Signal:
+    return Signal(name, float("nan"), limit, False, evidence)
