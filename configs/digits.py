@@ -23,6 +23,8 @@ def get_config():
     config.pretrain.learning_rate = 1e-3
     config.pretrain.from_run = "runs/digits_base"
 
+    # Sub-scores are in units of their std on real clips and start far below 0: the recipes' clip at 5 would level them.
+    config.advantage.reward_clip = 20.0
     config.objective.name = "ddrl"
     config.objective.data_beta = 0.3
     config.train.steps = 150

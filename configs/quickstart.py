@@ -22,6 +22,8 @@ def get_config():
     config.pretrain.steps = 2200
     config.pretrain.learning_rate = 2e-3
 
+    # Sub-scores are in units of their std on real clips and start far below 0: the recipes' clip at 5 would level them.
+    config.advantage.reward_clip = 20.0
     config.objective.name = "ddrl"
     config.objective.data_beta = 0.1
     config.train.steps = 80

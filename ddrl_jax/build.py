@@ -169,8 +169,8 @@ def scorer_weights(config: ConfigDict, workdir: Path, book: Logbook) -> Path:
         return folder
     shape = {"frames": config.data.frames, "size": config.data.size}
     clips = digits.write_clips(workdir / "clips", "scorer", SCORER_CLIPS, seed=config.eval.seed, **shape)
-    book.say(f"scorer: training on {SCORER_CLIPS} clips of its own scans")
-    rewards.train_scorer("digits", env=config.reward.env, data=clips, out=folder, log_path=workdir / "sidecar.log")
+    with book.working(f"scorer: training on {SCORER_CLIPS} clips of its own scans"):
+        rewards.train_scorer("digits", env=config.reward.env, data=clips, out=folder, log_path=workdir / "sidecar.log")
     return folder
 
 

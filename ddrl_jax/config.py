@@ -235,7 +235,12 @@ def validate(config: ConfigDict) -> None:
         "must be between 0 and 1",
     )
     _require(len(config.reward.scorers) > 0, "reward.scorers", (), "must name at least one scorer, such as 'digits'")
-    _require(len(config.reward.weights) > 0, "reward.weights", {}, "must name at least one sub-score")
+    _require(
+        any(config.reward.weights.values()),
+        "reward.weights",
+        config.reward.weights.to_dict(),
+        "must give at least one sub-score a weight other than 0",
+    )
     _require(
         config.reward.launch or bool(config.reward.url),
         "reward.url",

@@ -67,15 +67,15 @@ class Evaluator:
     def _fitted_judge(self, path: Path, shape: dict[str, int]) -> Judge:
         if path.exists():
             return Judge.load(path)
-        self.book.say("judge: fitting on its own scans")
-        clips = digits.DigitClips("judge", **shape, seed=self.config.eval.seed).batch(np.arange(JUDGE_CLIPS))
-        judge = fit_judge(
-            clips["video"],
-            clips["digit"],
-            clips["direction"],
-            seed=self.config.eval.seed,
-            steps=self.config.eval.judge_steps,
-        )
+        with self.book.working("judge: fitting on its own scans"):
+            clips = digits.DigitClips("judge", **shape, seed=self.config.eval.seed).batch(np.arange(JUDGE_CLIPS))
+            judge = fit_judge(
+                clips["video"],
+                clips["digit"],
+                clips["direction"],
+                seed=self.config.eval.seed,
+                steps=self.config.eval.judge_steps,
+            )
         judge.save(path)
         return judge
 

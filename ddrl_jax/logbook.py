@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -106,9 +107,18 @@ class Logbook:
             TextColumn("ETA"),
             TimeRemainingColumn(),
         )
-        with Progress(*columns, console=self.console, transient=True) as progress:
+        with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as progress:
             task = progress.add_task(title, total=total, completed=done)
             yield lambda n=1: progress.advance(task, n)
+
+    @contextlib.contextmanager
+    def working(self, title: str) -> Iterator[None]:
+        """For work of which nobody knows how far it is: a line before and after, a spinner between."""
+        begin = time.perf_counter()
+        self.say(title)
+        with self.console.status(title):
+            yield
+        self.say(f"{title}: {time.perf_counter() - begin:.0f} s")
 
     def close(self) -> None:
         if self._writer is not None:

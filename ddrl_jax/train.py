@@ -350,7 +350,10 @@ def pretrain(
                 _log_pretrain(book, *pending, total)
         checkpoints.save(step, train_state, wait=True)
     checkpoints.close()
-    return _trained(train_state) if step >= total else None
+    if step < total:
+        book.say(f"stopped by SIGTERM in pre-training, step {step} of {total}; the same command goes on from there")
+        return None
+    return _trained(train_state)
 
 
 def _log_pretrain(book: Logbook, step: int, metrics: dict, seconds: float, total: int) -> None:
@@ -583,6 +586,14 @@ def clip_dataset(config: ConfigDict, setup: build.Setup, batch_size: int) -> Any
             source = digits.load_clips(config.data.path, field="config.data.path")
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        shape, right = source.video.shape[1:], (config.data.frames, config.data.size, config.data.size, 1)
+        unknown = sorted(set(source.vocabulary) - set(digits.VOCABULARY))
+        if shape != right or unknown:
+            wrong = f"words {unknown[:3]} are not in the word table" if unknown else f"clips are (T,H,W,C) {shape}"
+            raise ConfigError(
+                f"config.data.path={config.data.path!r}: {wrong}; captions and shape must be those of "
+                f"data.frames and data.size, {right}"
+            )
     else:
         source = digits.DigitClips("train", frames=config.data.frames, size=config.data.size, seed=config.seed)
     return pipeline.clip_batches(source, batch_size, config.seed, jax.process_index(), jax.process_count())

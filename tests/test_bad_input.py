@@ -9,6 +9,8 @@ import pytest
 
 from ddrl_jax import config as config_lib
 from ddrl_jax import main as main_lib
+from ddrl_jax import rewards
+from ddrl_jax.sidecar import build as building
 
 from . import tiny
 from .paths import ROOT
@@ -127,6 +129,20 @@ def test_what_only_the_run_can_find(tmp_path):
         port = taken.getsockname()[1]
         line = bad_run(tmp_path, f"--config.reward.port={port}")
         assert str(port) in line and "port" in line
+
+    empty = tmp_path / "env_without_torch"
+    building.make_env(empty, ())
+    line = bad_run(tmp_path, f"--config.reward.env={empty}")
+    assert "lacks" in line and "torch" in line and f"sidecar build --scorer digits --env {empty}" in line
+
+    with rewards.launch("this", ("brightness",), codec="unshuffle:factor=2,mean=0,std=1") as sidecar:
+        given = ("--config.reward.launch=False", f"--config.reward.url={sidecar.url}")
+        line = bad_run(tmp_path, *given, env={"DDRL_SIDECAR_TOKEN": "not it"})
+        assert "reward.token" in line and "refuses it (401)" in line
+        line = bad_run(tmp_path, *given, "--config.reward.weights.brightness=0.")
+        assert "reward.weights" in line
+    line = bad_run(tmp_path, "--config.reward.launch=False", f"--config.reward.url={sidecar.url}")
+    assert "reward.url: no reward server at" in line
 
     line = bad_run(tmp_path, f"--config.pretrain.from_run={tmp_path}/nowhere")
     assert f"config.pretrain.from_run='{tmp_path}/nowhere': holds no checkpoints/pretrain; make it with" in line

@@ -5,10 +5,14 @@ The measure is the sha256 of the parameters after the last step, against an unin
 
 import hashlib
 import json
+import os
 import random
 import shutil
 import signal
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -191,3 +195,71 @@ def test_eval_mode_measures_the_newest_checkpoint_again(straight, tmp_path):
     after = json.loads((workdir / f"eval/{TOTAL:06d}/eval.json").read_text())
     assert after["per_clip"] == before["per_clip"]
     check_metrics(workdir)
+
+
+def _sidecar_of(pid):
+    """The sidecar process that a trainer launched, or None."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+            if parent == pid and b"ddrl_jax.sidecar" in stat.with_name("cmdline").read_bytes():
+                return int(stat.parent.name)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return None
+
+
+def test_a_killed_sidecar_is_started_again_and_the_run_goes_on(tmp_path):
+    workdir = tmp_path / "run"
+    process = tiny.start(workdir)
+    while not (workdir / "metrics.jsonl").exists() or len(tiny.lines(workdir, "ddrl")) < 2:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    first = _sidecar_of(process.pid)
+    os.kill(first, signal.SIGKILL)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    check_metrics(workdir)
+    assert tiny.lines(workdir, "ddrl")[-1]["valid_rate"] == 1.0
+    assert (workdir / "sidecar.log").read_text().count('"pid"') == 2  # it says so at each start
+
+
+class _Refuses(BaseHTTPRequestHandler):
+    """A reward server whose every task fails."""
+
+    def _answer(self, status, body):
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        self._answer(200, {"status": "ok", "scorers": ["brightness"]})
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path.endswith("enqueue"):
+            self._answer(200, {"uuid": "1"})
+        elif self.path.endswith("pull"):
+            self._answer(422, {"detail": "the scorer is broken"})
+        else:
+            self._answer(200, {})
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_run_without_valid_rewards_stops_says_why_and_can_go_on(straight, tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Refuses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    workdir = tmp_path / "run"
+    given = ("--config.reward.launch=False", f"--config.reward.url=http://127.0.0.1:{server.server_address[1]}")
+    process = tiny.main(workdir, *given, "--config.reward.min_valid_window=2")
+    server.shutdown()
+    assert process.returncode == 1
+    assert "stopped: fewer than 50% of the rewards were valid in 2 iterations in a row" in process.err
+    assert "the scorer is broken" in process.err and "Traceback" not in process.err
+    assert [m["valid_rate"] for m in tiny.lines(workdir, "ddrl")] == [0.0, 0.0]
+    assert [m["reward"] for m in tiny.lines(workdir, "ddrl")] == [None, None]
+    assert (workdir / "checkpoints/ddrl/2").is_dir()

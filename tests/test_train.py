@@ -229,3 +229,9 @@ def test_a_mesh_that_does_not_fit_is_one_line():
     config.mesh.fsdp = 3
     with pytest.raises(config_lib.ConfigError, match=r"config.mesh: .*fsdp=3.* does not give 8 devices"):
         build.build(config)
+
+
+def test_many_skipped_steps_in_a_row_stop_the_run():
+    train._check_finite({"skipped_in_a_row": jnp.array(2)}, limit=3)
+    with pytest.raises(train.RunStopped, match="3 steps in a row had a non-finite"):
+        train._check_finite({"skipped_in_a_row": jnp.array(3)}, limit=3)
