@@ -27,7 +27,7 @@ def get_config():
     config.advantage.reward_clip = 20.0
     config.objective.name = "ddrl"
     config.objective.data_beta = 0.3
-    config.train.steps = 150
+    config.train.steps = 200
     config.train.learning_rate = 5e-5
     config.train.warmup_steps = 10
     return config
