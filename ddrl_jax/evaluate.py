@@ -25,7 +25,7 @@ from ddrl_jax.data import digits, pipeline
 from ddrl_jax.diffusion.guidance import guided
 from ddrl_jax.diffusion.loss import diffusion_loss
 from ddrl_jax.diffusion.sampler import sample
-from ddrl_jax.logbook import Logbook, read_metrics
+from ddrl_jax.logbook import Logbook, read_metrics, write_text
 from ddrl_jax.models.digit_judge import Judge, fit_judge, frechet_distance
 from ddrl_jax.rl.signals import heldout_loss_signal, reward_slope_signal, reward_std_signal
 
@@ -217,9 +217,7 @@ class Evaluator:
             "heldout_loss_per_clip": [_json(x) for x in heldout],
         }
         # Last, and by a rename: eval.json says that the evaluation is whole.
-        part = folder / "eval.json.part"
-        part.write_text(json.dumps(record))
-        part.replace(folder / "eval.json")
+        write_text(folder / "eval.json", json.dumps(record))
 
 
 def _mean(values: np.ndarray) -> float:
@@ -340,9 +338,7 @@ def summarise(config: ConfigDict, workdir: Path, *, config_file: str, command: s
         "changes": compare(folders[0], folders[-1]) if len(folders) > 1 else [],
         "signals": [{**vars(s), "value": _json(s.value)} for s in signals],
     }
-    part = workdir / "summary.json.part"
-    part.write_text(json.dumps(summary, indent=1))
-    part.replace(workdir / "summary.json")
+    write_text(workdir / "summary.json", json.dumps(summary, indent=1))
     return summary
 
 

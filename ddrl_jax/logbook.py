@@ -45,6 +45,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def write_text(path: Path, text: str) -> None:
+    """Writes a file so that a kill leaves the old one or the new one, never half."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
 class Logbook:
     """Metrics and console of one run. `every`: iterations a console line; `wandb`: a project's name, "" is off."""
 
@@ -74,9 +81,7 @@ class Logbook:
         if not self._primary or not self._path.exists():
             return
         kept = [m for m in read_metrics(self._path) if m.get("stage") != stage or m["step"] < step]
-        part = self._path.with_suffix(".part")
-        part.write_text("".join(json.dumps(m) + "\n" for m in kept))
-        os.replace(part, self._path)
+        write_text(self._path, "".join(json.dumps(m) + "\n" for m in kept))
 
     def has(self, stage: str, step: int) -> bool:
         """Whether metrics.jsonl has the line of (stage, step)."""

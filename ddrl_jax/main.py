@@ -1,6 +1,6 @@
 """python -m ddrl_jax.main --config=configs/quickstart.py --workdir=runs/quickstart [--config.train.steps=40 ...]
 
-Exit status: 0 done (or stopped by SIGTERM, state saved), 1 the run stopped itself, 2 bad input.
+Exit status: 0 done (or stopped by SIGTERM or Ctrl-C, state saved), 1 the run stopped itself, 2 bad input.
 """
 
 from __future__ import annotations

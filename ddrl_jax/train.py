@@ -11,6 +11,7 @@ m rollouts a micro-batch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import signal
@@ -30,7 +31,7 @@ from ddrl_jax.checkpoint.manager import Checkpoints
 from ddrl_jax.config import ConfigError, check_same_run, to_json
 from ddrl_jax.data import digits, pipeline
 from ddrl_jax.diffusion.sampler import Trajectory, sample, step_mean
-from ddrl_jax.logbook import Logbook
+from ddrl_jax.logbook import Logbook, write_text
 from ddrl_jax.parallel import mesh as mesh_lib
 from ddrl_jax.rl.advantages import group_advantages
 from ddrl_jax.rl.loss import DataBatch, loss_fn
@@ -239,7 +240,7 @@ def replay_gap(params: Any, trajectory: Trajectory, context_GSD: jax.Array, setu
 
 
 def run(config: ConfigDict, workdir: Path, make_evaluator: Callable[..., Evaluator]) -> bool:
-    """Pre-trains, then runs DDRL; resumes what `workdir` holds. Returns False when SIGTERM ended it early.
+    """Pre-trains, then runs DDRL; resumes what `workdir` holds. Returns False when SIGTERM or Ctrl-C ended it early.
 
     Args:
       config: validated (`config.validate`).
@@ -253,22 +254,37 @@ def run(config: ConfigDict, workdir: Path, make_evaluator: Callable[..., Evaluat
     for line in check_same_run(config, workdir):
         print(line)
     setup = build.build(config)
+    clip_dataset(config, config.rollout.conditions)  # bad data is found before anything is started
+    base_folder(config)
     workdir.mkdir(parents=True, exist_ok=True)
-    if jax.process_index() == 0 and not (workdir / "config.json").exists():
-        (workdir / "config.json").write_text(to_json(config))
     book = Logbook(workdir, primary=jax.process_index() == 0, **config.log)
-    terminated: list[int] = []
-    previous = signal.signal(signal.SIGTERM, lambda number, _: terminated.append(number))
     try:
-        with build.open_rewards(config, workdir, book) as client:
+        with build.open_rewards(config, workdir, book) as client, interrupts() as stop:
+            # Only now: a start that bad input ended must not bind the workdir to that input.
+            if jax.process_index() == 0 and not (workdir / "config.json").exists():
+                write_text(workdir / "config.json", to_json(config))
             evaluator = make_evaluator(config, setup, client, workdir, book)
-            params = pretrain(config, setup, workdir, book, lambda: bool(terminated))
-            return params is not None and reinforce(
-                config, setup, workdir, book, client, evaluator, params, lambda: bool(terminated)
-            )
+            params = pretrain(config, setup, workdir, book, stop)
+            return params is not None and reinforce(config, setup, workdir, book, client, evaluator, params, stop)
     finally:
-        signal.signal(signal.SIGTERM, previous)
         book.close()
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Yields `stop()`: whether SIGTERM or Ctrl-C asked to save and leave. A second Ctrl-C interrupts at once."""
+    received: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        received.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    previous = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 # --------------------------------------------------------------------------------------------- pre-training
@@ -283,14 +299,8 @@ def pretrain(
     params = build.init_params(config, setup, jax.random.fold_in(key, INIT))
     first = build.train_state(setup, params, optimizer, exponent)
 
-    source = Path(config.pretrain.from_run) / "checkpoints/pretrain" if config.pretrain.from_run else None
+    source = base_folder(config)
     if source is not None:
-        if not source.is_dir():
-            raise ConfigError(
-                f"config.pretrain.from_run={config.pretrain.from_run!r}: holds no checkpoints/pretrain; "
-                f"make it with the same command and --config.pretrain.from_run= --config.train.steps=0 "
-                f"--workdir={config.pretrain.from_run}"
-            )
         # Another run's base: read, never written to.
         restored = Checkpoints(source, read_only=True).restore(first)
         if restored is None:
@@ -323,7 +333,7 @@ def pretrain(
             s, metrics = state.apply_gradients(s, grads, loss, optimizer, ema_exponent=exponent)
             return s, metrics | {"loss": loss, "skipped_in_a_row": s.skipped_in_a_row}
 
-        batches = _read_ahead(clip_dataset(config, setup, config.pretrain.batch_size), step)
+        batches = _read_ahead(clip_dataset(config, config.pretrain.batch_size), step)
         pending, started = None, time.perf_counter()
         with book.progress("pre-training", total, step) as advance:
             while step < total and not stop():
@@ -351,9 +361,23 @@ def pretrain(
         checkpoints.save(step, train_state, wait=True)
     checkpoints.close()
     if step < total:
-        book.say(f"stopped by SIGTERM in pre-training, step {step} of {total}; the same command goes on from there")
+        book.say(f"stopped in pre-training at step {step} of {total}; the same command goes on from there")
         return None
     return _trained(train_state)
+
+
+def base_folder(config: ConfigDict) -> Path | None:
+    """The pre-training checkpoints of `pretrain.from_run`, None where the run pre-trains its own base."""
+    name = config.pretrain.from_run
+    if not name:
+        return None
+    folder = Path(name) / "checkpoints/pretrain"
+    if not folder.is_dir():
+        raise ConfigError(
+            f"config.pretrain.from_run={name!r}: holds no checkpoints/pretrain; make it with the same command and "
+            f"--config.pretrain.from_run= --config.train.steps=0 --workdir={name}"
+        )
+    return folder
 
 
 def _log_pretrain(book: Logbook, step: int, metrics: dict, seconds: float, total: int) -> None:
@@ -500,7 +524,7 @@ def reinforce(
         _check_finite(done.metrics, config.train.max_skipped_in_a_row)
 
     # --- loop ----------------------------------------------------------------------------------------------
-    batches = _read_ahead(clip_dataset(config, setup, ro.conditions), step)
+    batches = _read_ahead(clip_dataset(config, ro.conditions), step)
     low_valid = 0
     pending: Iteration | None = None  # logged one step late, so that dispatch never waits for a metric
     with book.progress(config.objective.name, total, step) as advance:
@@ -564,7 +588,7 @@ def reinforce(
     checkpoints.save(step, s, wait=True)
     checkpoints.close()
     if step < total:
-        book.say(f"stopped by SIGTERM at iteration {step} of {total}; the same command goes on from there")
+        book.say(f"stopped at iteration {step} of {total}; the same command goes on from there")
         return False
     if total > 0 and not (workdir / f"eval/{step:06d}/eval.json").exists():
         evaluate(full=True)
@@ -578,7 +602,7 @@ def _trained(s: state.TrainState) -> Any:
     return s.params if s.ema is None else s.ema
 
 
-def clip_dataset(config: ConfigDict, setup: build.Setup, batch_size: int) -> Any:
+def clip_dataset(config: ConfigDict, batch_size: int) -> Any:
     """Batch n of captioned training clips, this process's rows; a pure function of (seed, n)."""
     source: pipeline.ClipSource
     if config.data.path:

@@ -123,16 +123,17 @@ def test_killed_at_random_moments_and_inside_a_save(straight, tmp_path):
     check_metrics(workdir)
 
 
-def test_sigterm_saves_and_leaves_and_the_rest_is_the_same(straight, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop_it_saves_and_leaves_and_the_rest_is_the_same(straight, tmp_path, number):
     workdir = tmp_path / "run"
     process = tiny.start(workdir)
     while not (workdir / "metrics.jsonl").exists() or len(tiny.lines(workdir, "ddrl")) < 1:
         assert process.poll() is None
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert "stopped by SIGTERM at iteration" in out
+    assert "stopped at iteration" in out
     assert not (workdir / "report/index.html").exists()
     saved = max(int(p.name) for p in (workdir / "checkpoints/ddrl").iterdir() if p.name.isdigit())
     assert 0 < saved < TOTAL and len(tiny.lines(workdir, "ddrl")) == saved

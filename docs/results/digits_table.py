@@ -1,4 +1,4 @@
-"""Prints the tables of digits.md from the runs that launch/digits.sh makes: python docs/results/digits_table.py RUNS."""
+"""Prints the tables of digits.md from the runs of launch/digits.sh: python docs/results/digits_table.py RUNS."""
 
 import json
 import sys
