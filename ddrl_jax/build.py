@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,9 +100,12 @@ def build(config: ConfigDict) -> Setup:
 
 
 def _model_config(config: ConfigDict) -> CosmosDiTConfig:
-    return CosmosDiTConfig(
-        in_channels=config.codec.factor**2, context_in=config.text.dim, param_dtype="float32", **config.model
-    )
+    try:
+        return CosmosDiTConfig(
+            in_channels=config.codec.factor**2, context_in=config.text.dim, param_dtype="float32", **config.model
+        )
+    except ValueError as error:
+        raise ConfigError(f"config.model: {error}") from error
 
 
 def _graphdef(config: ConfigDict) -> nnx.GraphDef:
@@ -120,15 +124,28 @@ def init_params(config: ConfigDict, setup: Setup, key: jax.Array) -> Any:
 
 def build_process(config: ConfigDict) -> EDMChurn | FlowSDE | DanceSDE:
     given = {f: config.process[f] for f in PROCESS_FIELDS[config.process.name] if config.process[f] is not None}
-    return PROCESSES[config.process.name](**given)
+    try:
+        process = PROCESSES[config.process.name](**given)
+        stds = process.step_stds(config.rollout.num_steps)
+    except ValueError as error:
+        raise ConfigError(f"config.process: {error}") from error
+    still = [step for step in config.rollout.trained_steps if not stds[step] > 0]
+    if still:
+        raise ConfigError(
+            f"config.rollout.trained_steps={tuple(config.rollout.trained_steps)}: step {still[0]} has no noise with "
+            "this process (std 0), and so no policy gradient; raise its s_churn, s_noise, noise_level or eta above 0"
+        )
+    return process
 
 
 def build_objective(config: ConfigDict) -> Objective:
     """The preset with the fields that are not None. "sft" is the data loss alone: no rollout term is asked for."""
     given = {f: v for f, v in config.objective.items() if f != "name" and v is not None}
-    if config.objective.name == "sft":
-        return Objective(**({"data_beta": 1.0} | given))
-    return PRESETS[config.objective.name](**given)
+    presets = PRESETS | {"sft": functools.partial(Objective, data_beta=1.0)}
+    try:
+        return presets[config.objective.name](**given)
+    except ValueError as error:
+        raise ConfigError(f"config.objective: {error}") from error
 
 
 def optimizer(section: ConfigDict) -> optax.GradientTransformation:
@@ -152,6 +169,13 @@ def train_state(
 
     shardings = mesh_lib.fsdp_sharding(setup.mesh, jax.eval_shape(init, params))
     return jax.jit(init, out_shardings=shardings)(params)
+
+
+def one_process() -> None:
+    """Raises ConfigError under jax.distributed: stop decisions and rewards are not collective yet."""
+    count = jax.process_count()
+    if count > 1:
+        raise ConfigError(f"{count} processes: training runs in one process for now; start it on one host")
 
 
 def to_global(mesh: Mesh, local: np.ndarray) -> jax.Array:

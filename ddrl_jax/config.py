@@ -46,7 +46,7 @@ def default() -> ConfigDict:
             "seed": 0,
             "data": {
                 "name": "digits",  # the built-in moving handwritten digits
-                "path": "",  # a folder of clips written by --mode=prepare; "" renders them
+                "path": "",  # a folder with the clips.npz that data.digits.write_clips makes; "" renders them
                 "frames": 4,
                 "size": 12,  # pixels, both edges
             },
@@ -154,7 +154,7 @@ def default() -> ConfigDict:
             "mesh": {"replica": 1, "fsdp": -1, "context": 1},  # -1: all remaining devices
         }
     )
-    return config
+    return config.lock()
 
 
 def _require(ok: bool, field: str, value: Any, right: str) -> None:
@@ -186,8 +186,23 @@ def validate(config: ConfigDict) -> None:
     at_least(0, "reward.retries", "reward.port", "eval.judge_steps", "seed", "eval.seed")
     at_least(2, "rollout.group_size", "eval.clips", "eval.clips_during", "eval.heldout_clips")
     _require(config.reward.timeout_s > 0, "reward.timeout_s", config.reward.timeout_s, "must be above 0 seconds")
-    for field in ("train.grad_clip", "pretrain.grad_clip"):
+    at_least(0, "train.weight_decay", "pretrain.weight_decay", "advantage.eps", "pretrain.cond_dropout")
+    at_least(1, "codec.factor", "data.size")
+    for field in ("seed", "eval.seed"):
+        _require(get(config, field) < 2**32, field, get(config, field), "must be below 2**32")
+    for field in ("train.grad_clip", "pretrain.grad_clip", "train.eps"):
         _require(get(config, field) > 0, field, get(config, field), "must be above 0")
+    for field in ("train.b1", "train.b2", "pretrain.cond_dropout"):
+        _require(get(config, field) < 1, field, get(config, field), "must be below 1")
+    for field in ("train.ema_rate", "pretrain.ema_rate"):
+        value = get(config, field)
+        _require(value < 0.288, field, value, "must be below 0.288 (the width of a plain average); 0 turns the EMA off")
+    _require(
+        config.pretrain.batch_size % min(config.train.micro_batch, config.pretrain.batch_size) == 0,
+        "pretrain.batch_size",
+        config.pretrain.batch_size,
+        f"must be a multiple of train.micro_batch={config.train.micro_batch}, or smaller",
+    )
 
     _require(config.data.name == "digits", "data.name", config.data.name, "must be 'digits'")
     _require(config.codec.name == "unshuffle", "codec.name", config.codec.name, "must be 'unshuffle'")
@@ -224,6 +239,22 @@ def validate(config: ConfigDict) -> None:
         config.objective.clip_range,
         "must be above 0 (at 0 the tie halves the gradient)",
     )
+    sft = config.objective.name == "sft"
+    _require(
+        not sft or config.objective.data_levels in (None, "training"),
+        "objective.data_levels",
+        config.objective.data_levels,
+        "must be training for sft, which has no rollouts",
+    )
+    beta = config.objective.data_beta
+    _require(
+        beta is None or beta > 0 or (beta == 0 and not sft),
+        "objective.data_beta",
+        beta,
+        "must be at least 0, and above it for sft, which trains on nothing else",
+    )
+    clip = config.advantage.reward_clip
+    _require(clip is None or clip > 0, "advantage.reward_clip", clip, "must be above 0, or None")
     _require(
         config.advantage.std in ("group", "batch"), "advantage.std", config.advantage.std, "must be group or batch"
     )
@@ -265,13 +296,15 @@ def _validate_process(config: ConfigDict) -> None:
             f"is not a field of {process.name}, whose fields are {', '.join(PROCESS_FIELDS[process.name])}",
         )
     if process.name == "edm_churn":
-        low, high = process.sigma_min or 0.01, process.sigma_max or 200.0
+        low = 0.01 if process.sigma_min is None else process.sigma_min
+        high = 200.0 if process.sigma_max is None else process.sigma_max
         _require(
             0 < low < high,
             "process.sigma_min",
             process.sigma_min,
             f"must be above 0 and below process.sigma_max={high:g}",
         )
+        _require(process.rho is None or process.rho > 0, "process.rho", process.rho, "must be above 0")
         _require(
             process.solver in (None, "2ab", "1euler", "2mid"),
             "process.solver",
@@ -296,16 +329,16 @@ def _validate_rollout(config: ConfigDict) -> None:
         )
     _require(len(steps) > 0 and len(set(steps)) == len(steps), "rollout.trained_steps", steps, "must be distinct")
     _require(
-        batch % train.micro_batch == 0,
-        "train.micro_batch",
-        train.micro_batch,
-        f"must divide rollout.conditions * rollout.group_size = {batch}",
-    )
-    _require(
         train.micro_batch % rollout.group_size == 0,
         "rollout.group_size",
         rollout.group_size,
         f"must divide train.micro_batch={train.micro_batch} (a group is never split over micro-batches)",
+    )
+    _require(
+        batch % train.micro_batch == 0,
+        "train.micro_batch",
+        train.micro_batch,
+        f"must divide the batch, rollout.conditions * rollout.group_size = {batch}",
     )
     _require(
         batch % (train.micro_batch * train.updates_per_rollout) == 0,
@@ -388,6 +421,13 @@ def locate(argument: str) -> str:
 
 
 def load(file: str) -> ConfigDict:
-    """The config that a file's get_config() returns."""
-    scope = runpy.run_path(file)
-    return scope["get_config"]()
+    """The config that a file's get_config() returns. Raises ConfigError for whatever is wrong with the file."""
+    try:
+        config = runpy.run_path(file)["get_config"]()
+    except Exception as error:  # A user's code: what it raises is not ours to foresee.
+        what = "it has no get_config()" if isinstance(error, KeyError) and error.args == ("get_config",) else error
+        text = " ".join(str(what).split())
+        raise ConfigError(f"--config={file!r}: {type(error).__name__}: {text}") from error
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(f"--config={file!r}: get_config() returned a {type(config).__name__}, not a ConfigDict")
+    return config

@@ -19,7 +19,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from ddrl_jax import build, rewards
-from ddrl_jax.checkpoint.manager import Checkpoints
+from ddrl_jax.checkpoint.manager import Checkpoints, UnreadableError
 from ddrl_jax.config import ConfigError, check_same_run
 from ddrl_jax.data import digits, pipeline
 from ddrl_jax.diffusion.guidance import guided
@@ -160,7 +160,8 @@ class Evaluator:
             # Sent at once: the sidecar scores this chunk while the next one is sampled.
             then=lambda x0, rows: tickets.append(self.client.submit(x0, captions[rows])),
         )
-        videos = np.clip(setup.codec.decode(latents), -1.0, 1.0)
+        finite = np.isfinite(latents).all(axis=(1, 2, 3, 4))
+        videos = np.clip(setup.codec.decode(np.nan_to_num(latents)), -1.0, 1.0)
         heldout = self._in_chunks(
             f"held-out loss at {step}",
             config.heldout_clips,
@@ -180,13 +181,16 @@ class Evaluator:
         values = {
             "reward": reward,
             **scores,
-            "judge_digit": (judged["digit_prob"].argmax(1) == digit).astype(np.float64),
-            "judge_direction": (judged["direction_prob"].argmax(1) == direction).astype(np.float64),
+            "judge_digit": np.where(finite, judged["digit_prob"].argmax(1) == digit, np.nan),
+            "judge_direction": np.where(finite, judged["direction_prob"].argmax(1) == direction, np.nan),
         }
+        if not finite.all():
+            self.book.say(f"evaluation at {step}: {int((~finite).sum())} of {count} samples are not finite")
         metrics = {name: _mean(v) for name, v in values.items()} | {"heldout_loss": _mean(heldout)}
         if full:
-            metrics["frechet"] = frechet_distance(judged["features"], self._real_features)
-            self._write(step, captions, values, metrics, heldout, judged["features"], videos)
+            features = np.where(finite[:, None], judged["features"], np.nan)
+            metrics["frechet"] = _frechet(features, self._real_features)
+            self._write(step, captions, values, metrics, heldout, features, videos)
         reasons = {r.reason for r in results if r.reason}
         if reasons:
             self.book.say(f"evaluation at {step}: {int(np.isnan(reward).sum())} rewards invalid: {'; '.join(reasons)}")
@@ -220,6 +224,12 @@ class Evaluator:
         write_text(folder / "eval.json", json.dumps(record))
 
 
+def _frechet(generated_NF: np.ndarray, real_MF: np.ndarray) -> float:
+    """The Fréchet distance of the finite rows, NaN where fewer than two are."""
+    rows = generated_NF[np.isfinite(generated_NF).all(1)]
+    return frechet_distance(rows, real_MF) if len(rows) >= 2 else float("nan")
+
+
 def _mean(values: np.ndarray) -> float:
     return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
 
@@ -242,7 +252,8 @@ def compare(before: Path, after: Path, *, resamples: int = 2000, seed: int = 0) 
 
     The intervals are percentile bootstraps over *prompts* (clips of one prompt are resampled together) of the paired
     differences; the Fréchet distance is computed anew on each resample (a tenth as many). Held-out loss: over clips,
-    as a fraction of the loss before. Variance between training seeds is not in them.
+    as a fraction of the loss before. Variance between training seeds is not in them. The Fréchet distance is biased
+    upwards by few samples and by the repeats of a resample; that cancels in the difference of like sample sets only.
 
     Returns:
       [{"name", "label", "kind": reward|sub|judge|loss, "mean", "low", "high", "n", "better": up|down}]; n counts
@@ -274,7 +285,7 @@ def compare(before: Path, after: Path, *, resamples: int = 2000, seed: int = 0) 
     by_prompt = [np.flatnonzero(prompt_of == p) for p in range(len(prompts))]
 
     def frechet_change(rows: np.ndarray) -> float:
-        return frechet_distance(generated[1][rows], real) - frechet_distance(generated[0][rows], real)
+        return _frechet(generated[1][rows], real) - _frechet(generated[0][rows], real)
 
     boot = [frechet_change(np.concatenate([by_prompt[p] for p in draw])) for draw in draws_RP[: resamples // 10]]
     point = frechet_change(np.arange(len(prompt_of)))
@@ -294,9 +305,9 @@ def _change(name: str, kind: str, mean: float, draws: np.ndarray, n: int, better
         "name": name,
         "label": label,
         "kind": kind,
-        "mean": float(mean),
-        "low": float(low),
-        "high": float(high),
+        "mean": _json(mean),
+        "low": _json(low),
+        "high": _json(high),
         "n": n,
         "better": better,
     }
@@ -348,18 +359,25 @@ def run(config: ConfigDict, workdir: Path) -> bool:
         print(line)
     if not (workdir / "config.json").exists():
         raise ConfigError(f"workdir={str(workdir)!r}: holds no run to evaluate; train one there first")
+    build.one_process()
     setup = build.build(config)
+    params = build.init_params(config, setup, jax.random.key(config.seed))
+    like = build.train_state(setup, params, build.optimizer(config.train), build.ema_exponent(config.train))
+    with Checkpoints(workdir / "checkpoints/ddrl", read_only=True) as checkpoints:
+        try:
+            restored = checkpoints.restore(like)
+        except UnreadableError as error:
+            raise ConfigError(f"workdir={str(workdir)!r}: {error}") from error
+    if restored is None:
+        raise ConfigError(f"workdir={str(workdir)!r}: holds no checkpoint yet; let the training save one first")
+    step, s = restored
+    params = s.ema if config.eval.ema and s.ema is not None and step > 0 else s.params
     book = Logbook(workdir, primary=jax.process_index() == 0, **config.log)
-    with build.open_rewards(config, workdir, book) as client:
-        params = build.init_params(config, setup, jax.random.key(config.seed))
-        like = build.train_state(setup, params, build.optimizer(config.train), build.ema_exponent(config.train))
-        restored = Checkpoints(workdir / "checkpoints/ddrl", read_only=True).restore(like)
-        if restored is None:
-            raise ConfigError(f"workdir={str(workdir)!r}: holds no checkpoint yet; let the training save one first")
-        step, s = restored
-        params = s.ema if config.eval.ema and s.ema is not None and step > 0 else s.params
-        evaluator = Evaluator(config, setup, client, workdir, book)
-        book.forget_from("eval", step)
-        book.write("eval", step, evaluator(params, step, full=True))
-    book.close()
+    try:
+        with build.open_rewards(config, workdir, book) as client:
+            metrics = Evaluator(config, setup, client, workdir, book)(params, step, full=True)
+            book.forget_from("eval", step)
+            book.write("eval", step, metrics)
+    finally:
+        book.close()
     return True

@@ -1,5 +1,9 @@
 """python -m ddrl_jax.main --config=configs/quickstart.py --workdir=runs/quickstart [--config.train.steps=40 ...]
 
+--mode=train (the default) pre-trains, runs DDRL and writes the report, resuming what the workdir holds; --mode=eval
+evaluates its newest checkpoint. Every field of the config, listed in ddrl_jax/config.py, can be set with
+--config.field=value.
+
 Exit status: 0 done (or stopped by SIGTERM or Ctrl-C, state saved), 1 the run stopped itself, 2 bad input.
 """
 
@@ -24,6 +28,9 @@ def read_flags(argv: list[str]) -> tuple[Any, str, str, str]:
     values = flags.FlagValues()
     flags.DEFINE_string("workdir", None, "the run's folder: checkpoints, metrics, report", flag_values=values)
     flags.DEFINE_enum("mode", "train", MODES, "train: pre-train, DDRL, report; eval: evaluate", flag_values=values)
+    for i in range(len(argv) - 1, 0, -1):
+        if argv[i - 1] in ("--config", "--workdir", "--mode"):  # with a space instead of the =
+            argv[i - 1 : i + 1] = [f"{argv[i - 1]}={argv[i]}"]
     argv = [config_lib.locate(a) for a in argv]
     config_flags.DEFINE_config_file("config", None, "a file with get_config()", flag_values=values, sys_argv=argv)
     file = next((a.partition("=")[2] for a in argv if a.startswith("--config=")), "")
@@ -31,17 +38,23 @@ def read_flags(argv: list[str]) -> tuple[Any, str, str, str]:
         raise config_lib.ConfigError("--config: name a file, such as --config=configs/quickstart.py")
     if not Path(file).is_file():
         raise config_lib.ConfigError(f"--config={file!r}: there is no such file")
+    known = config_lib.load(file)
     try:
-        values(argv)
+        rest = values(argv)[1:]
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-        unknown = config_lib.unknown_field(argv, config_lib.load(file))
+        unknown = config_lib.unknown_field(argv, known)
         raise config_lib.ConfigError(unknown or " ".join(str(error).split())) from error
+    if rest:
+        raise config_lib.ConfigError(f"{rest[0]!r}: is no flag; flags begin with -- and take their value after =")
     workdir = values.workdir or str(Path("runs") / Path(file).stem)
     return values.config, file, workdir, values.mode
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv if argv is None else argv)
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
     try:
         config, file, workdir, mode = read_flags(argv)
         config_lib.validate(config)

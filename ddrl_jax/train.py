@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import signal
 import time
@@ -27,17 +28,16 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from ddrl_jax import build, rewards, state
-from ddrl_jax.checkpoint.manager import Checkpoints
+from ddrl_jax.checkpoint.manager import Checkpoints, UnreadableError
 from ddrl_jax.config import ConfigError, check_same_run, to_json
 from ddrl_jax.data import digits, pipeline
-from ddrl_jax.diffusion.sampler import Trajectory, sample, step_mean
+from ddrl_jax.diffusion.sampler import Trajectory, sample
+from ddrl_jax.gradients import PER_ROLLOUT, add, data_gradient, micro_batches, policy_gradient, replay_gap
 from ddrl_jax.logbook import Logbook, write_text
 from ddrl_jax.parallel import mesh as mesh_lib
 from ddrl_jax.rl.advantages import group_advantages
-from ddrl_jax.rl.loss import DataBatch, loss_fn
 from ddrl_jax.rl.objective import Objective
 
-PER_ROLLOUT = ("x", "x_next", "mean_old", "prev_x0")  # of a Trajectory: (K, B, ...)
 # One stream of random numbers a purpose, all from the config's seed.
 INIT, PRETRAIN, ROLLOUT, DATA = range(4)
 
@@ -54,16 +54,16 @@ class Evaluator(Protocol):
 
 @dataclasses.dataclass
 class Iteration:
-    """An iteration whose gradients may still be on their way; times in seconds of time.perf_counter."""
+    """An iteration whose gradients may still be on their way; `begin` in seconds of time.perf_counter."""
 
     step: int
-    metrics: dict[str, jax.Array]
+    updates: list[dict[str, jax.Array]]  # metrics of each optimizer step
     record: dict[str, float]
     begin: float
 
     def wait(self) -> float:
         """Until its last update is there; notes how long the iteration took, and returns when that was."""
-        jax.block_until_ready(self.metrics)
+        jax.block_until_ready(self.updates)
         now = time.perf_counter()
         if "seconds" not in self.record:
             self.record["seconds"] = now - self.begin
@@ -71,169 +71,14 @@ class Iteration:
             self.record["seconds_gradients"] = self.record["seconds"] - known
         return now
 
+    def metrics(self) -> dict[str, float]:
+        """Means over the updates; `*_max` the largest, `skipped` the number of them."""
+        reduce: dict[str, Callable[[list[float]], float]] = {"ratio_max": max, "skipped": sum}
+        columns = {k: [float(m[k]) for m in self.updates] for k in self.updates[0] if k != "skipped_in_a_row"}
+        return {k: reduce[k](v) if k in reduce else sum(v) / len(v) for k, v in columns.items()} | self.record
 
-# ------------------------------------------------------------------------------------------------- gradients
-
-
-def micro_batches(x_BX: jax.Array, count: int, group: int) -> jax.Array:
-    """(B, ...) -> (count, B/count, ...), groups whole: micro-batch i holds groups i, i + count, i + 2 count, ...
-
-    Strided, so that a batch cut over devices stays where it is.
-    """
-    shape = x_BX.shape[1:]
-    return jnp.moveaxis(x_BX.reshape(-1, count, group, *shape), 1, 0).reshape(count, -1, *shape)
-
-
-def slice_trajectory(trajectory: Trajectory, k: jax.Array, pick: Callable[[jax.Array], jax.Array]) -> Trajectory:
-    """Recorded step k alone (K = 1), rollouts chosen by `pick` on arrays with a leading B."""
-
-    def at(x: jax.Array | None, rollouts: bool) -> jax.Array | None:
-        if x is None:
-            return None
-        x = jax.lax.dynamic_index_in_dim(x, k, 0, keepdims=False)
-        return (pick(x) if rollouts else x)[None]
-
-    changes: dict[str, Any] = {f: at(getattr(trajectory, f), True) for f in PER_ROLLOUT}
-    changes |= {f: at(getattr(trajectory, f), False) for f in ("sigma", "sigma_next", "std", "prev_sigma", "step")}
-    noise = None if trajectory.init_noise is None else pick(trajectory.init_noise)
-    return dataclasses.replace(trajectory, **changes, init_noise=noise)
-
-
-def _accumulate(
-    gradient: Callable[[Any], tuple[tuple[jax.Array, dict], Any]], params: Any, items: Any, count: int
-) -> tuple[jax.Array, dict, Any]:
-    """Mean loss, metrics and gradient over a scan of `count` equal parts; `*_max` metrics take the largest."""
-
-    def body(carry: Any, item: Any) -> tuple[Any, Any]:
-        (loss, metrics), grads = gradient(item)
-        return jax.tree.map(jnp.add, carry, grads), (loss, {k: v for k, v in metrics.items() if k != "parts"})
-
-    grads, (losses, metrics) = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), items)
-    mean = {k: jnp.max(v) if k.endswith("_max") else jnp.mean(v) for k, v in metrics.items()}
-    return jnp.mean(losses), mean, jax.tree.map(lambda g: g / count, grads)
-
-
-def policy_gradient(
-    params: Any,
-    trajectory: Trajectory,
-    adv_B: jax.Array,
-    weight_B: jax.Array,
-    context_GSD: jax.Array,
-    *,
-    setup: build.Setup,
-    micro_batch: int,
-    ref_params: Any = None,
-) -> tuple[jax.Array, dict, Any]:
-    """Loss, metrics and gradient of the policy term (and the reverse KL, where asked for): a scan over K x B/m.
-
-    Equals jax.grad(loss_fn) of the whole batch up to summation order (tests/test_train.py).
-    """
-    group = adv_B.shape[0] // context_GSD.shape[0]
-    parts, steps = adv_B.shape[0] // micro_batch, trajectory.step.shape[0]
-    objective = dataclasses.replace(setup.objective, data_beta=0.0)
-
-    def gradient(item: Any) -> Any:
-        k, i = item
-
-        def pick(x: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_index_in_dim(micro_batches(x, parts, group), i, 0, keepdims=False)
-
-        def loss(p: Any) -> Any:
-            cond = build.cond(jax.lax.dynamic_index_in_dim(micro_batches(context_GSD, parts, 1), i, 0, keepdims=False))
-            return loss_fn(
-                p,
-                slice_trajectory(trajectory, k, pick),
-                pick(adv_B),
-                cond,
-                None,
-                None,
-                denoise=setup.denoise,
-                process=setup.process,
-                objective=objective,
-                ref_params=ref_params,
-                sample_weight=pick(weight_B),
-            )
-
-        return jax.value_and_grad(loss, has_aux=True)(params)
-
-    items = (jnp.repeat(jnp.arange(steps), parts), jnp.tile(jnp.arange(parts), steps))
-    return _accumulate(gradient, params, items, steps * parts)
-
-
-def data_gradient(
-    params: Any,
-    rng: jax.Array,
-    x0_GX: jax.Array,
-    context_GSD: jax.Array,
-    trajectory: Trajectory | None,
-    *,
-    setup: build.Setup,
-    objective: Objective,
-    group: int,
-    micro_batch: int,
-) -> tuple[jax.Array, dict, Any]:
-    """Loss, metrics and gradient of the data loss; needs no reward. A condition's N rollouts share x0.
-
-    data_levels "training": one pass of M draws over the rollouts. "rollout": at every trained step, at the rollout's
-    level with its initial noise (Table 3's full variant), a scan over K as well.
-    """
-    parts = x0_GX.shape[0] * group // micro_batch
-    rollout_levels = objective.data_levels == "rollout"
-    steps = trajectory.step.shape[0] if rollout_levels and trajectory is not None else 1
-
-    def gradient(item: Any) -> Any:
-        k, i = item
-
-        def pick(x: jax.Array, size: int = 1) -> jax.Array:
-            return jax.lax.dynamic_index_in_dim(micro_batches(x, parts, size), i, 0, keepdims=False)
-
-        x0_BX = jnp.repeat(pick(x0_GX), group, axis=0)
-        data = DataBatch(x0=x0_BX, cond=build.cond(pick(context_GSD)), null_cond=setup.null_cond)
-        if rollout_levels:
-            assert trajectory is not None and trajectory.init_noise is not None, "rollout levels need the rollout"
-            sigma = jax.lax.dynamic_index_in_dim(trajectory.sigma, k, 0, keepdims=False)
-            data = dataclasses.replace(
-                data, sigma=jnp.full((1, micro_batch), sigma), noise=pick(trajectory.init_noise, group)
-            )
-
-        def loss(p: Any) -> Any:
-            return loss_fn(
-                p,
-                None,
-                None,
-                None,
-                data,
-                jax.random.fold_in(rng, k * parts + i),
-                denoise=setup.denoise,
-                process=setup.process,
-                objective=objective,
-            )
-
-        return jax.value_and_grad(loss, has_aux=True)(params)
-
-    items = (jnp.repeat(jnp.arange(steps), parts), jnp.tile(jnp.arange(parts), steps))
-    return _accumulate(gradient, params, items, steps * parts)
-
-
-def replay_gap(params: Any, trajectory: Trajectory, context_GSD: jax.Array, setup: build.Setup) -> jax.Array:
-    """(K,) max |mean - mean_old| / std of the replayed policy: rollout and training must be the same function."""
-
-    def gap(part: Trajectory) -> jax.Array:
-        mean, _ = step_mean(
-            params,
-            part.x,
-            part.sigma,
-            part.sigma_next,
-            part.prev_x0,
-            part.prev_sigma,
-            build.cond(context_GSD),
-            denoise=setup.denoise,
-            process=setup.process,
-            num_steps=trajectory.num_steps,
-        )
-        return jnp.max(jnp.abs(mean - part.mean_old)) / part.std
-
-    return jax.lax.map(gap, dataclasses.replace(trajectory, init_noise=None))
+    def skipped_in_a_row(self) -> int:
+        return int(self.updates[-1]["skipped_in_a_row"])
 
 
 # ------------------------------------------------------------------------------------------------------ run
@@ -248,14 +93,15 @@ def run(config: ConfigDict, workdir: Path, make_evaluator: Callable[..., Evaluat
       make_evaluator: evaluate.Evaluator; handed in, so that neither module knows the other.
 
     Raises:
-      ConfigError: bad input. RunStopped: the run ended itself; its last state is saved.
+      ConfigError: bad input. RunStopped: the run ended itself; a state at most checkpoint.every old is saved.
     """
     # --- set-up --------------------------------------------------------------------------------------------
     for line in check_same_run(config, workdir):
         print(line)
+    build.one_process()
     setup = build.build(config)
     clip_dataset(config, config.rollout.conditions)  # bad data is found before anything is started
-    base_folder(config)
+    check_base(config)
     workdir.mkdir(parents=True, exist_ok=True)
     book = Logbook(workdir, primary=jax.process_index() == 0, **config.log)
     try:
@@ -264,8 +110,19 @@ def run(config: ConfigDict, workdir: Path, make_evaluator: Callable[..., Evaluat
             if jax.process_index() == 0 and not (workdir / "config.json").exists():
                 write_text(workdir / "config.json", to_json(config))
             evaluator = make_evaluator(config, setup, client, workdir, book)
-            params = pretrain(config, setup, workdir, book, stop)
-            return params is not None and reinforce(config, setup, workdir, book, client, evaluator, params, stop)
+            saved = json.loads(to_json(config))
+            if config.pretrain.from_run:
+                base = [load_base(config, setup, book)]
+            else:
+                with Checkpoints(workdir / "checkpoints/pretrain", keep=2, config=saved) as checkpoints:
+                    base = [pretrain(config, setup, book, checkpoints, stop)]
+            if base[0] is None:
+                return False
+            with Checkpoints(workdir / "checkpoints/ddrl", keep=config.checkpoint.keep, config=saved) as checkpoints:
+                # Popped: this frame holds no second copy of the network.
+                return reinforce(config, setup, workdir, book, client, evaluator, checkpoints, base.pop(), stop)
+    except UnreadableError as error:
+        raise RunStopped(f"{error}; remove the folder to start that stage again") from error
     finally:
         book.close()
 
@@ -279,7 +136,8 @@ def interrupts() -> Iterator[Callable[[], bool]]:
         received.append(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    previous = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    # None stands for a handler that was not set from Python.
+    previous = {n: signal.signal(n, note) or signal.SIG_DFL for n in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield lambda: bool(received)
     finally:
@@ -291,26 +149,14 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def pretrain(
-    config: ConfigDict, setup: build.Setup, workdir: Path, book: Logbook, stop: Callable[[], bool]
+    config: ConfigDict, setup: build.Setup, book: Logbook, checkpoints: Checkpoints, stop: Callable[[], bool]
 ) -> Any | None:
-    """The base model's parameters (the EMA's): restored, trained here, or another run's. None when stopped early."""
+    """The base model's parameters (the EMA's), restored or trained here. None when stopped early."""
     key = jax.random.key(config.seed)
     optimizer, exponent = build.optimizer(config.pretrain), build.ema_exponent(config.pretrain)
-    params = build.init_params(config, setup, jax.random.fold_in(key, INIT))
-    first = build.train_state(setup, params, optimizer, exponent)
-
-    source = base_folder(config)
-    if source is not None:
-        # Another run's base: read, never written to.
-        restored = Checkpoints(source, read_only=True).restore(first)
-        if restored is None:
-            raise ConfigError(f"config.pretrain.from_run={config.pretrain.from_run!r}: holds no finished checkpoint")
-        book.say(f"pre-training: step {restored[0]} of {config.pretrain.from_run}")
-        return _trained(restored[1])
-
-    checkpoints = Checkpoints(workdir / "checkpoints/pretrain", keep=1)
-    restored = checkpoints.restore(first)
-    train_state = restored[1] if restored else first
+    train_state = _fresh_state(config, setup)
+    restored = checkpoints.restore(train_state)
+    train_state = restored[1] if restored else train_state
     step, total = int(train_state.step), config.pretrain.steps
     if step < total:
         book.forget_from("pretrain", step)
@@ -333,6 +179,10 @@ def pretrain(
             s, metrics = state.apply_gradients(s, grads, loss, optimizer, ema_exponent=exponent)
             return s, metrics | {"loss": loss, "skipped_in_a_row": s.skipped_in_a_row}
 
+        def log(done: tuple[int, dict, float]) -> None:
+            _log_pretrain(book, *done, total)
+            _check_finite(int(done[1]["skipped_in_a_row"]), config.train.max_skipped_in_a_row)
+
         batches = _read_ahead(clip_dataset(config, config.pretrain.batch_size), step)
         pending, started = None, time.perf_counter()
         with book.progress("pre-training", total, step) as advance:
@@ -345,39 +195,60 @@ def pretrain(
                 )
                 # The metrics of the step before: reading this one's would make dispatch wait.
                 if pending is not None:
-                    _log_pretrain(book, *pending, total)
-                    _check_finite(pending[1], config.train.max_skipped_in_a_row)
+                    log(pending)
                 now = time.perf_counter()
                 pending, started = (step, metrics, now - started), now
                 step += 1
                 advance()
-                if step % config.checkpoint.pretrain_every == 0 or step == total:
-                    _log_pretrain(book, *pending, total)
+                if step % config.checkpoint.pretrain_every == 0 and step < total:
+                    log(pending)
                     pending = None
-                    if step < total:
-                        checkpoints.save(step, train_state)
+                    checkpoints.save(step, train_state)
             if pending is not None:
-                _log_pretrain(book, *pending, total)
+                log(pending)
         checkpoints.save(step, train_state, wait=True)
-    checkpoints.close()
     if step < total:
         book.say(f"stopped in pre-training at step {step} of {total}; the same command goes on from there")
         return None
     return _trained(train_state)
 
 
-def base_folder(config: ConfigDict) -> Path | None:
-    """The pre-training checkpoints of `pretrain.from_run`, None where the run pre-trains its own base."""
+def _fresh_state(config: ConfigDict, setup: build.Setup) -> state.TrainState:
+    """The pre-training's state at step 0."""
+    params = build.init_params(config, setup, jax.random.fold_in(jax.random.key(config.seed), INIT))
+    return build.train_state(setup, params, build.optimizer(config.pretrain), build.ema_exponent(config.pretrain))
+
+
+def check_base(config: ConfigDict) -> None:
+    """Raises ConfigError unless `pretrain.from_run` is empty or a run whose pre-training is finished."""
     name = config.pretrain.from_run
     if not name:
-        return None
-    folder = Path(name) / "checkpoints/pretrain"
-    if not folder.is_dir():
+        return
+    how = f"with the same command and --config.pretrain.from_run= --config.train.steps=0 --workdir={name}"
+    folder, settings = Path(name) / "checkpoints/pretrain", Path(name) / "config.json"
+    if not folder.is_dir() or not settings.is_file():
+        raise ConfigError(f"config.pretrain.from_run={name!r}: holds no checkpoints/pretrain; make it {how}")
+    total = json.loads(settings.read_text())["pretrain"]["steps"]
+    done = max((int(p.name) for p in folder.iterdir() if p.name.isdigit()), default=0)
+    if done < total:
         raise ConfigError(
-            f"config.pretrain.from_run={name!r}: holds no checkpoints/pretrain; make it with the same command and "
-            f"--config.pretrain.from_run= --config.train.steps=0 --workdir={name}"
+            f"config.pretrain.from_run={name!r}: its pre-training is at step {done} of {total}; finish it {how}"
         )
-    return folder
+
+
+def load_base(config: ConfigDict, setup: build.Setup, book: Logbook) -> Any:
+    """The base of another run, which is read and never written to."""
+    name = config.pretrain.from_run
+    with Checkpoints(Path(name) / "checkpoints/pretrain", read_only=True) as checkpoints:
+        try:
+            restored = checkpoints.restore(_fresh_state(config, setup))
+        except UnreadableError as error:
+            raise ConfigError(
+                f"config.pretrain.from_run={name!r}: {error}; model and pretrain.ema_rate must be that run's"
+            ) from error
+    assert restored is not None, "check_base saw a checkpoint"
+    book.say(f"pre-training: step {restored[0]} of {name}")
+    return _trained(restored[1])
 
 
 def _log_pretrain(book: Logbook, step: int, metrics: dict, seconds: float, total: int) -> None:
@@ -397,6 +268,7 @@ def reinforce(
     book: Logbook,
     client: rewards.RewardClient,
     evaluator: Evaluator,
+    checkpoints: Checkpoints,
     base_params: Any,
     stop: Callable[[], bool],
 ) -> bool:
@@ -428,11 +300,11 @@ def reinforce(
         x0 = jax.lax.with_sharding_constraint(x0, mesh_lib.batch_sharding(setup.mesh))
         return x0, trajectory if rollout_levels else dataclasses.replace(trajectory, init_noise=None)
 
-    def data_step(s: state.TrainState, step: jax.Array, u: jax.Array, x0_GX: Any, context_GSD: Any, t: Any) -> Any:
+    def data_step(params: Any, step: jax.Array, u: jax.Array, x0_GX: Any, context_GSD: Any, t: Any) -> Any:
         """Gradient of the data loss on update u's share of the conditions."""
         rng = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, DATA), step), u)
         return data_gradient(
-            s.params,
+            params,
             rng,
             share(x0_GX, u, 1),
             share(context_GSD, u, 1),
@@ -484,7 +356,7 @@ def reinforce(
                 micro_batch=config.train.micro_batch,
                 ref_params=ref_params,
             )
-            loss, grads = loss + policy_loss, _add(grads, policy_grads)
+            loss, grads = loss + policy_loss, add(grads, policy_grads)
             metrics |= {k: v for k, v in policy_metrics.items() if k not in ("loss", "data_loss")}
         s, step_metrics = state.apply_gradients(
             s, grads, loss, optimizer, ema_exponent=exponent, advance=u == updates - 1
@@ -494,10 +366,12 @@ def reinforce(
     rollout_jit, data_jit, update_jit = jax.jit(rollout, static_argnums=3), jax.jit(data_step), jax.jit(update)
 
     # --- checkpoint ----------------------------------------------------------------------------------------
-    checkpoints = Checkpoints(workdir / "checkpoints/ddrl", keep=config.checkpoint.keep)
-    first = build.train_state(setup, base_params, optimizer, exponent)
-    restored = checkpoints.restore(first)
-    s = restored[1] if restored else first
+    s = build.train_state(setup, base_params, optimizer, exponent)
+    del base_params  # the policy's copy is the only one, unless the base is the reference
+    found = checkpoints.restore(s)
+    restored = found is not None
+    s = found[1] if found else s
+    del found
     step, total = int(s.step), config.train.steps
     if restored and step >= total:
         book.say(f"this run is finished: {step} of {total} iterations; --config.train.steps=N goes on from there")
@@ -521,7 +395,7 @@ def reinforce(
         """Writes a finished iteration's line; waits for its gradients where the loop has not yet."""
         done.wait()
         _log_iteration(book, done, total)
-        _check_finite(done.metrics, config.train.max_skipped_in_a_row)
+        _check_finite(done.skipped_in_a_row(), config.train.max_skipped_in_a_row)
 
     # --- loop ----------------------------------------------------------------------------------------------
     batches = _read_ahead(clip_dataset(config, ro.conditions), step)
@@ -541,16 +415,17 @@ def reinforce(
                     _check_replay(config, setup, s.params, trajectory, context_GSD)
                     if updates == 1:
                         trajectory = dataclasses.replace(trajectory, mean_old=None)
-                # The rollout is queued behind the gradients of the iteration before: each is timed by its own end.
-                sampling = pending.wait() if pending else begin
+                # The rollout is queued behind the gradients of the iteration before: it begins where they end.
+                begin = pending.wait() if pending else begin
                 latents = np.asarray(x0_BX)
-                record["seconds_rollout"] = time.perf_counter() - sampling
+                record["seconds_rollout"] = time.perf_counter() - begin
                 ticket = client.submit(latents, [c for c in clips["caption"] for _ in range(group)])
+            metrics = []
             for u in range(updates):
                 # Dispatched before the rewards are waited for: it needs none of them.
                 data = None
                 if objective.data_beta > 0:
-                    data = data_jit(s, s.step, u, x0_GX, context_GSD, trajectory if rollout_levels else None)
+                    data = data_jit(s.params, s.step, u, x0_GX, context_GSD, trajectory if rollout_levels else None)
                 if policy_on and u == 0:
                     waiting = time.perf_counter()
                     scores = ticket.result()
@@ -561,7 +436,8 @@ def reinforce(
                     record |= reward_metrics(reward, valid, scores, group)
                     if scores.reason:
                         book.say(f"iteration {step}: {int((~valid).sum())} rewards invalid: {scores.reason}")
-                s, metrics = update_jit(s, u, trajectory, context_GSD, reward_B, valid_B, data, ref_params)
+                s, of_update = update_jit(s, u, trajectory, context_GSD, reward_B, valid_B, data, ref_params)
+                metrics.append(of_update)
             if pending is not None:
                 log(pending)
             pending = Iteration(step, metrics, record, begin)
@@ -570,10 +446,13 @@ def reinforce(
 
             low_valid = low_valid + 1 if record.get("valid_rate", 1.0) < config.reward.min_valid_rate else 0
             invalid = low_valid >= config.reward.min_valid_window
-            if step % config.checkpoint.every == 0 or step == total or invalid or stop():
-                # Its line first: a kill after the save must not leave a step without one.
+            saving = step % config.checkpoint.every == 0 or step == total or invalid or stop()
+            looking = step % config.eval.every == 0 and step < total
+            if saving or looking:
+                # Its line first: what is saved must not be without one, whatever ends the run after it.
                 log(pending)
                 pending = None
+            if saving:
                 checkpoints.save(step, s, wait=invalid)
             if invalid:
                 raise RunStopped(
@@ -581,16 +460,19 @@ def reinforce(
                     f"iterations in a row; the last reason: {scores.reason or 'not given'}. The state is saved: "
                     "mend the sidecar and start the same command again"
                 )
-            if step % config.eval.every == 0 and step < total:
+            if looking:
                 evaluate(full=False)
+        if pending is not None:
+            log(pending)
 
     # --- the end -------------------------------------------------------------------------------------------
     checkpoints.save(step, s, wait=True)
-    checkpoints.close()
     if step < total:
         book.say(f"stopped at iteration {step} of {total}; the same command goes on from there")
         return False
-    if total > 0 and not (workdir / f"eval/{step:06d}/eval.json").exists():
+    whole = (workdir / f"eval/{step:06d}/eval.json").exists() and book.has("eval", step)
+    if total > 0 and not whole:
+        book.forget_from("eval", step)
         evaluate(full=True)
     return True
 
@@ -628,16 +510,12 @@ def _read_ahead(dataset: Any, step: int) -> Iterator[dict[str, Any]]:
     return iter(dataset[step:].to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
-def _add(a: Any, b: Any) -> Any:
-    return b if a is None else jax.tree.map(jnp.add, a, b)
-
-
-def _check_finite(metrics: dict, limit: int) -> None:
-    in_a_row = int(metrics["skipped_in_a_row"])
+def _check_finite(in_a_row: int, limit: int) -> None:
     if in_a_row >= limit:
         raise RunStopped(
-            f"{in_a_row} steps in a row had a non-finite loss, gradient or update and were skipped; lower the learning "
-            "rate, or look at the first one in metrics.jsonl (skipped = 1)"
+            f"{in_a_row} steps in a row had a non-finite loss, gradient or update and were skipped. The first one has "
+            "skipped = 1 in metrics.jsonl; a lower learning rate, in a new --workdir, is what usually helps. What was "
+            "saved last stays"
         )
 
 
@@ -670,7 +548,7 @@ def reward_metrics(reward_B: np.ndarray, valid_B: np.ndarray, scores: rewards.Sc
 
 
 def _log_iteration(book: Logbook, done: Iteration, total: int) -> None:
-    values = {k: float(v) for k, v in done.metrics.items() if k != "skipped_in_a_row"} | done.record
+    values = done.metrics()
     book.write("ddrl", done.step, values)
     if (done.step + 1) % book.every == 0 or done.step + 1 == total:
         shown = {

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from ddrl_jax import build, rewards
 from ddrl_jax import config as config_lib
 from ddrl_jax import main as main_lib
-from ddrl_jax import rewards
 from ddrl_jax.sidecar import build as building
 
 from . import tiny
@@ -35,8 +35,16 @@ def call(capsys, *arguments):
         ("--config.train.learning_rate=nan", "config.train.learning_rate=nan: must be at least 0"),
         (
             "--config.rollout.group_size=3",
-            "config.train.micro_batch=4: must divide rollout.conditions * rollout.group_size = 6",
+            "config.rollout.group_size=3: must divide train.micro_batch=4",
         ),
+        ("--config.train.micro_batch=16", "config.train.micro_batch=16: must divide the batch, rollout.conditions"),
+        ("--config.train.ema_rate=0.5", "config.train.ema_rate=0.5: must be below 0.288"),
+        ("--config.seed=99999999999", "config.seed=99999999999: must be below 2**32"),
+        ("--config.process.sigma_min=0.", "config.process.sigma_min=0.0: must be above 0 and below"),
+        ("--config.advantage.reward_clip=-1.", "config.advantage.reward_clip=-1.0: must be above 0"),
+        ("--config.pretrain.batch_size=18", "config.pretrain.batch_size=18: must be a multiple of train.micro_batch=4"),
+        ("--config.objective.data_beta=-1.", "config.objective.data_beta=-1.0: must be at least 0"),
+        ("config.train.steps=3", "'config.train.steps=3': is no flag; flags begin with --"),
         (
             "--config.train.micro_batch=2",
             "config.rollout.group_size=4: must divide train.micro_batch=2 (a group is never split over micro-batches)",
@@ -78,6 +86,57 @@ def test_flags_and_values(capsys, argument, message):
 def test_no_config(capsys, argument, message):
     status, lines = call(capsys, argument)
     assert status == 2 and len(lines) == 1 and message in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("c.train.stepz = 3", "AttributeError"),
+        ("c.train.steps = 'three'", "TypeError"),
+        ("c.train.steps = = 3", "SyntaxError"),
+        ("c = 3", "get_config() returned a int, not a ConfigDict"),
+    ],
+)
+def test_a_config_file_with_a_mistake(capsys, tmp_path, text, message):
+    file = tmp_path / "mine.py"
+    file.write_text(f"from tests.tiny import config\n\ndef get_config():\n    c = config()\n    {text}\n    return c\n")
+    status, lines = call(capsys, f"--config={file}")
+    assert status == 2 and len(lines) == 1
+    assert f"--config='{file}'" in lines[0] and message in lines[0]
+
+
+def test_a_file_without_get_config(capsys, tmp_path):
+    (tmp_path / "mine.py").write_text("x = 1\n")
+    status, lines = call(capsys, f"--config={tmp_path}/mine.py")
+    assert status == 2 and len(lines) == 1 and "it has no get_config()" in lines[0]
+
+
+def test_help_and_a_space_instead_of_the_equals_sign(capsys):
+    assert main_lib.main(["main", "--help"]) == 0
+    assert "--mode=eval" in capsys.readouterr().out
+    status, lines = call(capsys, "--config", f"{ROOT}/tests/tiny_config.py", "--config.train.steps=-1")
+    assert status == 2 and "config.train.steps=-1" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("process.s_churn", 0.0, "config.rollout.trained_steps=(0, 2): step 0 has no noise with this process"),
+        ("process.s_noise", -1.0, "config.process: s_noise=-1.0: expected at least 0"),
+        ("objective.log_ratio", "foo", "config.objective: "),
+        ("objective.data_draws", 0, "config.objective: "),
+        ("objective.cond_dropout", 1.5, "config.objective: "),
+        ("model.heads", 16, "config.model: width/heads is 2"),
+    ],
+)
+def test_what_the_objects_of_a_run_refuse_is_one_line(field, value, message):
+    config = tiny.config()
+    config.mesh.context = 8
+    section, name = field.split(".")
+    config[section][name] = value
+    with pytest.raises(config_lib.ConfigError) as error:
+        build.build(config)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
 def test_bad_flags_do_not_wait_for_jax():

@@ -10,14 +10,20 @@ import jax
 import orbax.checkpoint as ocp
 
 
+class UnreadableError(RuntimeError):
+    """There are checkpoints and none can be read: all damaged, or of another network."""
+
+
 class Checkpoints:
-    """The checkpoints of one stage of a run, `folder/<step>`; the newest `keep` stay.
+    """The checkpoints of one stage of a run, `folder/<step>`; the newest `keep` stay. Each holds state and `config`.
 
     Saving is asynchronous: the arrays are copied, then written in the background into a temporary folder that is
     renamed when whole, so a kill at any moment leaves either the checkpoint or nothing.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2, read_only: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, keep: int = 2, read_only: bool = False, config: dict[str, Any] | None = None
+    ) -> None:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=None if read_only else keep,
             create=not read_only,
@@ -26,15 +32,24 @@ class Checkpoints:
         )
         self.folder = folder.absolute()
         self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._config = config or {}
+        self._unreadable: set[int] = set()  # steps that `restore` gave up on
 
     def steps(self) -> list[int]:
         """Steps with a whole checkpoint, ascending."""
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Any, *, wait: bool = False) -> None:
-        """Saves `state` as `step`; a step already saved is left as it is. `wait` returns only when it is on disk."""
+        """Saves `state` as `step`; `wait` returns only when it is on disk.
+
+        A step already saved is left as it is, unless `restore` could not read it: then it is replaced.
+        """
+        if step in self._unreadable:
+            self._manager.delete(step)
+            self._unreadable.remove(step)
         if step not in self._manager.all_steps():
-            self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
+            items = ocp.args.Composite(state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(self._config))
+            self._manager.save(step, args=items, force=True)
         if wait:
             self._manager.wait_until_finished()
 
@@ -43,14 +58,16 @@ class Checkpoints:
 
         `like`: a tree of arrays or ShapeDtypeStructs whose shapes, dtypes and shardings the result takes; the mesh may
         differ from the one that saved. A checkpoint that cannot be read is reported and the one before it is taken.
-        Raises RuntimeError when there are checkpoints and none can be read.
+        Raises UnreadableError when there are checkpoints and none can be read. Nothing is deleted here.
         """
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         steps = self.steps()
         for step in reversed(steps):
             try:
-                return step, self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+                items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+                return step, self._manager.restore(step, args=items).state
             except Exception as error:  # Whatever is wrong with it, the one before may be whole.
+                self._unreadable.add(step)
                 reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
                 warnings.warn(
                     f"checkpoint {self.folder.name}/{step} cannot be read ({reason}); falling back to the one before",
@@ -58,10 +75,16 @@ class Checkpoints:
                     stacklevel=2,
                 )
         if steps:
-            raise RuntimeError(f"none of the checkpoints {steps} in {self.folder} can be read")
+            raise UnreadableError(f"none of the checkpoints {steps} in {self.folder} can be read: {reason}")
         return None
 
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Waits for what is being written: whatever ends the run, a save under way is finished."""
         self._manager.wait_until_finished()
         self._manager.close()

@@ -3,8 +3,8 @@
 Needs numpy, httpx and pydantic; knows neither torch nor jax.
 """
 
-from .client import ConfigurationFault, RewardClient, Scores, Ticket
-from .environment import check_environment, train_scorer
+from .client import RewardClient, Scores, Ticket
+from .environment import ConfigurationFault, check_environment, train_scorer
 from .mixing import total_reward, weighted_names
 from .sidecar import Sidecar, launch
 

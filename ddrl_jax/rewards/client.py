@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from ddrl_jax.sidecar import protocol
 from ddrl_jax.sidecar.protocol import one_line
 
+from .environment import ConfigurationFault
 from .mixing import scorer_of, weighted_names
 
 if TYPE_CHECKING:
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("ddrl_jax.rewards")
-
-
-class ConfigurationFault(ValueError):
-    """The user's to mend; asking again would not help."""
 
 
 class _Retryable(Exception):

@@ -10,7 +10,10 @@ from pathlib import Path
 
 from ddrl_jax.sidecar.protocol import one_line
 
-from .client import ConfigurationFault
+
+class ConfigurationFault(ValueError):
+    """The user's to mend; asking again would not help."""
+
 
 # What `sidecar build` does, said again: of the sidecar this side knows the protocol only. A test compares the two.
 

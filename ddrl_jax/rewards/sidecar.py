@@ -18,8 +18,8 @@ from typing import Any
 
 from ddrl_jax.sidecar.protocol import one_line
 
-from .client import ConfigurationFault, RewardClient
-from .environment import child_environment, interpreter
+from .client import RewardClient
+from .environment import ConfigurationFault, child_environment, interpreter
 from .mixing import scorer_of
 
 _TOKEN_VARIABLE = "DDRL_SIDECAR_TOKEN"
