@@ -193,8 +193,16 @@ def scorer_weights(config: ConfigDict, workdir: Path, book: Logbook) -> Path:
         return folder
     shape = {"frames": config.data.frames, "size": config.data.size}
     clips = digits.write_clips(workdir / "clips", "scorer", SCORER_CLIPS, seed=config.eval.seed, **shape)
-    with book.working(f"scorer: training on {SCORER_CLIPS} clips of its own scans"):
-        rewards.train_scorer("digits", env=config.reward.env, data=clips, out=folder, log_path=workdir / "sidecar.log")
+    title = f"scorer: training on {SCORER_CLIPS} clips of its own scans"
+    with book.working(title), book.progress(title, 0) as advance:
+        rewards.train_scorer(
+            "digits",
+            env=config.reward.env,
+            data=clips,
+            out=folder,
+            log_path=workdir / "sidecar.log",
+            progress=lambda done, total: advance(done=done, total=total),
+        )
     return folder
 
 

@@ -87,7 +87,7 @@ def policy_gradient(
 ) -> tuple[jax.Array, dict, Any]:
     """Loss, metrics and gradient of the policy term (and the reverse KL, where asked for): a scan over K x B/m."""
     group = adv_B.shape[0] // context_GSD.shape[0]
-    parts, steps = adv_B.shape[0] // micro_batch, trajectory.step.shape[0]
+    parts, steps = adv_B.shape[0] // micro_batch, trajectory.sigma.shape[0]
     objective = dataclasses.replace(setup.objective, data_beta=0.0)
 
     def gradient(item: Any) -> Any:
@@ -138,7 +138,7 @@ def data_gradient(
     """
     parts = x0_GX.shape[0] * group // micro_batch
     rollout_levels = objective.data_levels == "rollout"
-    steps = trajectory.step.shape[0] if rollout_levels and trajectory is not None else 1
+    steps = trajectory.sigma.shape[0] if rollout_levels and trajectory is not None else 1
 
     def gradient(item: Any) -> Any:
         k, i = item

@@ -103,7 +103,10 @@ class Logbook:
 
     @contextlib.contextmanager
     def progress(self, title: str, total: int, done: int = 0) -> Iterator[Any]:
-        """A bar with elapsed time and ETA; yields `advance(n=1)`. Nothing is drawn where the output is no terminal."""
+        """A bar with elapsed time and ETA; yields `advance(n=1)`. Nothing is drawn where the output is no terminal.
+
+        A total of 0 is not known yet: `advance(done=n, total=m)` says where it stands.
+        """
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -113,16 +116,22 @@ class Logbook:
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as progress:
-            task = progress.add_task(title, total=total, completed=done)
-            yield lambda n=1: progress.advance(task, n)
+            task = progress.add_task(title, total=total or None, completed=done)
+
+            def go(n: int = 1, *, done: int | None = None, total: int | None = None) -> None:
+                if done is None:
+                    progress.advance(task, n)
+                else:
+                    progress.update(task, completed=done, total=total)
+
+            yield go
 
     @contextlib.contextmanager
     def working(self, title: str) -> Iterator[None]:
-        """For work of which nobody knows how far it is: a line before and after, a spinner between."""
+        """A line before, and one after that says how long it took."""
         begin = time.perf_counter()
         self.say(title)
-        with self.console.status(title):
-            yield
+        yield
         self.say(f"{title}: {time.perf_counter() - begin:.0f} s")
 
     def close(self) -> None:

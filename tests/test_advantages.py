@@ -101,3 +101,12 @@ def test_errors_are_one_line(kwargs, word):
     with pytest.raises(ValueError) as error:
         group_advantages(np.zeros(4), **kwargs)
     assert word in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("std", ["group", "batch"])
+def test_the_gradient_is_finite_where_all_rewards_are_equal(std):
+    f = lambda r: (group_advantages(r, 3, std=std) * jnp.array([1.0, 2.0, -1.0] * 2)).sum()  # noqa: E731
+    for rewards in ([0.5, 0.5, 0.5, 1.0, 2.0, 4.0], [0.5] * 6):
+        grad = jax.grad(f)(jnp.array(rewards))
+        assert np.isfinite(grad).all() and np.abs(grad[:3]).max() > 0.01
+    np.testing.assert_allclose(grad[:3], (np.array([1, 2, -1]) - 2 / 3) / 1e-4, rtol=1e-5)

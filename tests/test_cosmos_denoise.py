@@ -297,3 +297,31 @@ def test_inputs_that_do_not_fit(change, word):
     cond = condition(1) | {name: value for name, value in change.items() if name != "sigma"}
     with pytest.raises(ValueError, match=word):
         cosmos_denoiser(graphdef, use_rf_ckpts=False)(params, g["x0"], sigma, cond)
+
+
+@pytest.mark.parametrize("given", ["condition_mask", "frames", "both"])
+def test_an_image_takes_no_notice_of_any_mask_or_frames(given):
+    g = io()
+    graphdef, params = network()
+    denoise = cosmos_denoiser(graphdef, use_rf_ckpts=False)
+    cond = {"context": g["context"], "padding_mask": g["padding_mask_pixels"]}
+    video = condition(1)  # of a video, and in numbers that do not divide the batch
+    extra = {name: np.repeat(video[name], 2, axis=0)[:3] for name in ("condition_mask", "frames")}
+    extra = {name: value for name, value in extra.items() if given in (name, "both")}
+    args = (params, g["image_x0"], g["sigma_B"])
+    np.testing.assert_array_equal(call(denoise, *args, cond | extra), call(denoise, *args, cond))
+
+
+def test_a_mask_of_zeros_needs_no_frames_and_a_level_may_be_a_scalar():
+    g = io()
+    graphdef, params = network()
+    denoise = cosmos_denoiser(graphdef, use_rf_ckpts=False)
+    cond, zeros = condition(0) | {"frames": None}, condition(0)["condition_mask"]
+    want = call(denoise, params, g["x0"], np.full(2, 4.0, np.float32), condition(0))
+    for mask in (zeros, jnp.asarray(zeros), zeros[:1]):
+        # Closed over, it is known while the rest is traced.
+        got = jax.jit(lambda p, x, mask=mask: denoise(p, x, 4.0, cond | {"condition_mask": mask}))(params, g["x0"])
+        np.testing.assert_allclose(got, want, atol=3e-6)
+    for f, mask in ((call, zeros), (lambda d, *args: d(*args), condition(1)["condition_mask"])):
+        with pytest.raises(ValueError, match="go together"):  # a tracer may be anything
+            f(denoise, params, g["x0"], g["sigma_B"], cond | {"condition_mask": mask})

@@ -335,3 +335,11 @@ def test_head_widths_the_rotary_embedding_cannot_split():
     for width in (10, 13):
         with pytest.raises(ValueError, match=f"head width is {width}"):
             rope_angles((1, 2, 2), width, (1.0, 3.0, 3.0))
+
+
+@pytest.mark.parametrize("t", [0.3, np.float32(0.3), jnp.float32(0.3)])
+def test_a_scalar_time_is_every_samples(t):
+    graphdef, params = tiny()
+    x, context = jax.random.normal(jax.random.key(0), (2, 4, 2, 4, 4)), jnp.ones((1, 3, 10))
+    net = nnx.merge(graphdef, params)
+    np.testing.assert_array_equal(net(x, t, context), net(x, jnp.full(2, 0.3, jnp.float32), context))

@@ -32,7 +32,7 @@ class _Client:
 
 def _evaluator(workdir, chunk=8, client=None):
     config = tiny.config()
-    config.mesh.context = 8
+    config.rollout.conditions, config.train.micro_batch = 8, 32  # eight groups for eight devices
     config.eval.chunk, config.eval.clips = chunk, 10
     setup = build.build(config)
     client = client or _Client()
@@ -42,6 +42,11 @@ def _evaluator(workdir, chunk=8, client=None):
     keys = jax.random.split(jax.random.key(1), len(leaves))
     params = tree.unflatten([p + 0.05 * jax.random.normal(k, p.shape) for k, p in zip(keys, leaves, strict=True)])
     return evaluator, params, client
+
+
+@pytest.fixture(autouse=True)
+def few_clips_for_the_judge(monkeypatch):
+    monkeypatch.setattr(evaluate, "JUDGE_CLIPS", 200)
 
 
 def _read(workdir, step=0):
@@ -54,7 +59,7 @@ def test_an_evaluation_does_not_depend_on_its_chunks_and_is_repeatable(tmp_path)
     again = evaluator(params, 7, full=True)
     assert again == metrics
     assert [len(x) for x, _ in client.seen[:2]] == [8, 2]
-    other, _, _ = _evaluator(tmp_path / "b", chunk=3)
+    other, _, _ = _evaluator(tmp_path / "b", chunk=16)
     rest = other(params, 0, full=True)
     for name in metrics:
         assert rest[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-4), name

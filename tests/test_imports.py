@@ -19,9 +19,10 @@ RANK = {
     "rewards": 4,
     "state": 5,
     "build": 6,
-    "train": 7,
-    "evaluate": 7,
-    "main": 8,
+    "gradients": 7,
+    "train": 8,
+    "evaluate": 8,
+    "main": 9,
 }
 LEAVES = {"config", "logbook"}  # know nothing of the package
 APART = {"report", "sidecar"}

@@ -636,3 +636,51 @@ def test_the_policy_gradient_goes_up_the_reward():
         params, reward = update(params, jax.random.key(i))
         rewards.append(float(reward))
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2
+
+
+def test_advantages_and_weights_may_be_lists():
+    trajectory, weight = rollout(EDMChurn()), [1.0, 0.0, 0.5]
+    f = lambda a, w: edm_loss(PARAMS, trajectory, a, None, None, None, Objective(), sample_weight=w)[0]  # noqa: E731
+    expected = f(ADVANTAGES, jnp.array(weight))
+    assert f(ADVANTAGES.tolist(), weight) == f(np.array(ADVANTAGES), np.array(weight)) == expected
+    with pytest.raises(AssertionError):
+        f(ADVANTAGES.tolist()[:2], None)
+
+
+def test_without_std_every_slot_is_live_where_std_is_not_needed():
+    trajectory = rollout(EDMChurn(), keep_mean=True)
+    bare = dataclasses.replace(trajectory, std=None, step=None)
+    moved = {"a": jnp.float32(0.72), "b": jnp.float32(-0.1)}
+    f = lambda t, a, **kw: edm_loss(moved, t, a, None, None, None, Objective(**kw), ref_params=PARAMS)  # noqa: E731
+    for advantages, kw in (
+        (ADVANTAGES, {"kl_beta": 0.5}),
+        (ADVANTAGES, {"kl": "gaussian"}),  # kl_beta is 0
+        (None, {"kl_beta": 0.5, "log_ratio": "gaussian"}),
+    ):
+        ours, theirs = f(bare, advantages, **kw), f(trajectory, advantages, **kw)
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_array_equal(a, b)
+    for kw, word in (
+        ({"log_ratio": "gaussian"}, "trajectory.std=None: log_ratio='gaussian' needs it"),
+        ({"kl": "flow_grpo", "kl_beta": 1.0}, "trajectory.std=None: kl='flow_grpo' needs it"),
+    ):
+        with pytest.raises(ValueError, match=word) as error:
+            f(bare, ADVANTAGES, **kw)
+        assert "\n" not in str(error.value)
+    part = bare.take_steps(slice(0, 2)).take_rows(slice(0, 2))
+    assert part.std is None and part.step is None and part.x.shape == (2, 2, 2)
+    data = DataBatch(jnp.ones((3, 2)))
+    assert data_parts(data, None, Objective(data_beta=1.0, data_levels="rollout"), bare).shape == (3, 3)
+
+
+def test_a_key_that_null_cond_lacks_is_kept_by_the_dropout():
+    denoise = lambda params, x, sigma, cond: 0 * x + cond["a"] + cond["b"]  # noqa: E731
+    cond = {"a": jnp.ones((3, 1)), "b": jnp.ones((3, 1))}
+    draws = (jnp.ones((1, 3)), jnp.zeros((3, 1)), jnp.ones((1, 3)))
+    f = lambda null: data_parts(  # noqa: E731
+        DataBatch(jnp.zeros((3, 1)), cond, *draws, null), jax.random.key(0), Objective(data_beta=1.0, cond_dropout=1.0),
+        denoise=denoise,
+    )  # fmt: skip
+    np.testing.assert_array_equal(f({"a": jnp.zeros((1, 1)), "c": None}), 1.0)
+    with pytest.raises(ValueError, match=r"null_cond\['c'\] is given where cond\['c'\] is None or absent"):
+        f({"c": jnp.zeros((1, 1))})

@@ -103,3 +103,15 @@ def test_draws_and_errors():
     for kw, word in ((dict(beta=0.0), "beta=0.0"), (dict(kl_beta=1.0), "ref_params=None"), ({}, "rng=None")):
         with pytest.raises(ValueError, match=word):
             f(None if not kw else jax.random.key(0), **kw)
+
+
+def test_rewards_and_weights_may_be_lists():
+    f = lambda rewards, weight: nft_loss(  # noqa: E731
+        jnp.ones(2), jnp.asarray(X0, jnp.float32), rewards, None, jax.random.key(0), denoise=affine, process=EDMChurn(),
+        old_params=jnp.zeros(2), sample_weight=weight,
+    )[0]  # fmt: skip
+    weight = np.array([1.0, 0.0, 1.0, 1.0, 0.5, 1.0])
+    expected = f(jnp.asarray(R), jnp.asarray(weight))
+    assert f(R, weight) == f(R.tolist(), weight.tolist()) == expected
+    with pytest.raises(AssertionError):
+        f(R.tolist()[:5], weight)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ddrl_jax import DanceSDE, EDMChurn, FlowSDE, Trajectory, sample
+from ddrl_jax import DanceSDE, EDMChurn, FlowSDE, Trajectory, guided, sample
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "sampler.npz")
 PROCESSES = {
@@ -285,11 +285,69 @@ def test_a_trajectory_is_a_pytree_with_static_num_steps():
     at = sample(
         0.7, jax.random.key(0), None, denoise=toy, process=EDMChurn(), shape=(4, 3), num_steps=6, keep_mean=True
     )[1]
-    doubled = jax.jit(lambda t: jax.tree.map(lambda a: 2 * a, t))(at)
-    assert isinstance(doubled, Trajectory) and doubled.num_steps == 6
+    summedd = jax.jit(lambda t: jax.tree.map(lambda a: 2 * a, t))(at)
+    assert isinstance(summedd, Trajectory) and summedd.num_steps == 6
     leaves, _ = jax.tree.flatten(at)
     assert len(leaves) == 10 and 6 not in [leaf.ndim == 0 and int(leaf) for leaf in leaves]
     rows = at.take_rows(np.array([2, 0]))
     np.testing.assert_array_equal(rows.x, at.x[:, [2, 0]])
     np.testing.assert_array_equal(rows.init_noise, at.init_noise[np.array([2, 0])])
     np.testing.assert_array_equal(rows.sigma, at.sigma)
+
+
+def test_a_record_tuple_may_hold_tracers():
+    f = functools.partial(
+        sample, 0.7, jax.random.key(0), None, denoise=toy, process=EDMChurn(), shape=(2,), num_steps=6
+    )
+    for wrap in (tuple, list):
+        at = jax.jit(lambda i, wrap=wrap: f(record=wrap((i, 3)))[1])(jnp.int32(1))
+        for ours, theirs in zip(jax.tree.leaves(at), jax.tree.leaves(f(record=(1, 3))[1]), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def summed(params, x, sigma, cond):
+    return sum((jnp.asarray(leaf) for leaf in jax.tree.leaves(cond)), 0 * x)
+
+
+@pytest.mark.parametrize(
+    ("cond", "null", "expected"),
+    [
+        ({"a": np.ones((2, 1)), "b": np.ones((2, 1))}, {"a": np.zeros((1, 1))}, 1.0),  # b is kept
+        ({"a": np.ones((2, 1))}, {"a": np.zeros((1, 1)), "b": None}, 0.0),
+        ({"a": np.ones((2, 1)), "c": {"d": np.ones((2, 1))}}, {"a": np.zeros((1, 1)), "c": {}}, 1.0),
+        ({"a": np.ones((2, 1)), "c": None}, {"a": np.zeros((1, 1)), "c": {"d": None}}, 0.0),
+        (({"a": np.ones((2, 1))}, np.ones((2, 1))), ({}, np.zeros((1, 1))), 1.0),
+    ],
+)
+def test_a_key_that_one_of_cond_and_null_cond_lacks_is_none(cond, null, expected):
+    keys = jax.tree.structure(cond)
+
+    def denoise(params, x, sigma, cond):
+        assert jax.tree.structure(cond) == keys
+        return summed(params, x, sigma, cond)
+
+    x0 = guided(denoise, 1.0, null)(None, jnp.zeros((2, 1)), jnp.ones(2), cond)
+    given = float(len(jax.tree.leaves(cond)))
+    np.testing.assert_array_equal(x0, np.full((2, 1), given + (given - expected)))
+
+
+ONE = np.ones((1, 1))
+
+
+@pytest.mark.parametrize(
+    ("cond", "null", "word"),
+    [
+        ({"a": ONE}, {"a": ONE, "b": ONE}, r"null_cond\['b'\] is given where cond\['b'\] is None or absent"),
+        ({"a": None}, {"a": ONE}, r"null_cond\['a'\] is given"),
+        (None, {"a": ONE}, r"null_cond\['a'\] is given"),
+        ({"c": {"a": ONE}}, {"c": {"b": ONE}}, r"null_cond\['c'\]\['b'\] is given"),
+        ({"c": {"a": ONE}}, {"c": ONE}, r"null_cond\['c'\] is a ndarray, cond\['c'\] a dict"),
+        ({"c": ONE}, {"c": {"a": ONE}}, r"null_cond\['c'\] is a dict, cond\['c'\] a ndarray"),
+        ({"c": (ONE, ONE)}, {"c": (ONE,)}, r"null_cond\['c'\] is a tuple of 1, cond\['c'\] a tuple of 2"),
+        (ONE, {"a": ONE}, "null_cond is a dict, cond a ndarray"),
+    ],
+)
+def test_trees_that_do_not_agree_are_a_one_line_error(cond, null, word):
+    with pytest.raises(ValueError, match=word) as error:
+        guided(summed, 1.0, null)(None, jnp.zeros((1, 1)), jnp.ones(1), cond)
+    assert "\n" not in str(error.value)

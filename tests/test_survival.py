@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 
-from ddrl_jax import build
+from ddrl_jax import build, train
 from ddrl_jax.checkpoint.manager import Checkpoints
 
 from . import tiny
@@ -102,10 +102,14 @@ def test_killed_at_random_moments_and_inside_a_save(straight, tmp_path):
     def count():
         return log.read_bytes().count(b"\n") if log.exists() else 0
 
+    # A save under way is a temporary folder beside the checkpoints; one that is left shows that the kill was inside it.
+    saving = lambda: any(workdir.glob("checkpoints/*/*tmp*"))  # noqa: E731
     kills = 0
-    # A save under way is a temporary folder beside the checkpoints.
-    saving = lambda: any(workdir.glob("checkpoints/ddrl/*tmp*"))  # noqa: E731
-    kills += _kill_when(workdir, saving)
+    for _ in range(6):
+        kills += _kill_when(workdir, saving)
+        if saving():
+            break
+    assert saving(), "no kill fell inside a save"
     for _ in range(5):
         before, extra = count(), rng.random() * 1.5
         moment = []
@@ -142,6 +146,35 @@ def test_asked_to_stop_it_saves_and_leaves_and_the_rest_is_the_same(straight, tm
     assert f"resuming at iteration {saved} of {TOTAL}" in process.out
     assert digest(workdir) == digest(straight)
     check_metrics(workdir)
+
+
+class _StopsInTheEvaluation:
+    """An evaluator that is told to stop while it works, as SIGTERM does to a real one."""
+
+    def __init__(self, config, setup, client, workdir, book):
+        pass
+
+    def __call__(self, params, step, *, full):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {"heldout_loss": 1.0}
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_stopped_inside_an_evaluation_no_line_is_lost(tmp_path, updates):
+    config = tiny.config()
+    config.mesh.context = 8
+    config.eval.every, config.checkpoint.every = 3, 100
+    config.train.updates_per_rollout = updates
+    workdir = tmp_path / "run"
+    assert train.run(config, workdir, _StopsInTheEvaluation) is False
+    assert [m["step"] for m in tiny.lines(workdir, "ddrl")] == [0, 1, 2]
+    assert train.run(config, workdir, _StopsInTheEvaluation) is True
+    assert [m["step"] for m in tiny.lines(workdir, "ddrl")] == list(range(TOTAL))
+    # Off-policy from the second update on: its ratio is not 1 any more.
+    off_policy = [m["ratio_max"] != 1.0 for m in tiny.lines(workdir, "ddrl")]
+    assert all(off_policy) if updates == 2 else not any(off_policy)
+    assert all(m["clip_fraction"] > 0 for m in tiny.lines(workdir, "ddrl")) == (updates == 2)
 
 
 def test_a_finished_run_says_so_and_train_steps_extends_it(straight, tmp_path):

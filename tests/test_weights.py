@@ -245,7 +245,6 @@ def test_only_the_other_set_of_weights(tmp_path):
     assert 'it has which="ema"' in error_of(tmp_path / "ema.safetensors")
     same_params(load_pretrained(tmp_path / "ema.safetensors", which="ema")[1], load_pretrained(OFFICIAL)[1])
     assert 'it has which="raw"' in error_of(OFFICIAL, which="ema")
-    assert "no official" in error_of(DIFFUSERS / "diffusion_pytorch_model.safetensors")
 
 
 def test_what_is_no_parameter_is_dropped(tmp_path):
@@ -325,3 +324,66 @@ def test_the_official_layout_cannot_say_everything(tmp_path):
 def test_only_a_cosmos_dit(tmp_path):
     with pytest.raises(ValueError, match="Linear; only a CosmosDiT"):
         save_pretrained(tmp_path / "x", *nnx.split(nnx.Linear(2, 2, rngs=nnx.Rngs(0))))
+
+
+def test_a_diffusers_file_by_its_own_name(tmp_path):
+    file = DIFFUSERS / "diffusion_pytorch_model.safetensors"
+    same_params(load_pretrained(file)[1], load_pretrained(DIFFUSERS)[1])
+    assert "diffusers folder" in error_of(file, which="ema")
+    shutil.copyfile(file, tmp_path / "x.safetensors")
+    assert "give the folder" in error_of(tmp_path / "x.safetensors")
+    save_pretrained(tmp_path / "d", *load_pretrained(DIFFUSERS), layout="diffusers", max_shard_bytes=300_000)
+    shard = sorted((tmp_path / "d").glob("*.safetensors"))[0]
+    assert "one shard of several: give the folder" in error_of(shard)
+    # An official file is one whatever lies beside it.
+    shutil.copyfile(OFFICIAL, tmp_path / "d/official.safetensors")
+    same_params(load_pretrained(tmp_path / "d/official.safetensors")[1], load_pretrained(OFFICIAL)[1])
+
+
+def test_an_official_folder_may_have_a_config_of_another_kind(tmp_path):
+    shutil.copyfile(OFFICIAL, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "cosmos"}')
+    same_params(load_pretrained(tmp_path)[1], load_pretrained(OFFICIAL)[1])
+    (tmp_path / "config.json").write_text("[]")
+    assert "is not a JSON object" in error_of(tmp_path)
+    shutil.copyfile(DIFFUSERS / "diffusion_pytorch_model.safetensors", tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    assert "_class_name is None" in error_of(tmp_path)
+
+
+def test_other_families_are_told_which_ones_there_are(tmp_path):
+    save_file({"encoder.conv1.weight": np.zeros((2, 2), np.float32)}, tmp_path / "vae.safetensors")
+    families = "only Cosmos-Predict2.5 DiTs (official or diffusers form) can be loaded today"
+    assert families in error_of(tmp_path / "vae.safetensors")
+    assert families in error_of(tmp_path)
+    (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKLWan"}')
+    for path in (tmp_path, tmp_path / "vae.safetensors"):
+        message = error_of(path)
+        assert families in message and "AutoencoderKLWan" in message
+
+
+def test_meshes_and_dtypes_that_do_not_fit():
+    mesh = jax.make_mesh((8,), ("data",))
+    assert "one of them must be fsdp" in error_of(OFFICIAL, mesh=mesh)
+    assert "dtype=float64: needs jax_enable_x64" in error_of(OFFICIAL, dtype="float64")
+    assert "compute_dtype=float64: needs jax_enable_x64" in error_of(OFFICIAL, compute_dtype=np.float64)
+    with jax.enable_x64(True):
+        assert jax.tree.leaves(load_pretrained(OFFICIAL, dtype="float64")[1])[0].dtype == np.float64
+
+
+def test_where_weights_cannot_be_written(tmp_path):
+    loaded = load_pretrained(OFFICIAL)
+    for name, layout, word in (
+        ("x.pt", "official", "a .safetensors file or a folder"),
+        ("x.bin", "official", "a .safetensors file or a folder"),
+        ("x.pt", "diffusers", "a folder"),
+        ("x.safetensors", "diffusers", "a folder"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: must be {word} for") as error:
+            save_pretrained(tmp_path / name, *loaded, layout=layout)
+        assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "run.final").mkdir()
+    for folder in ("Cosmos-Predict2.5-2B", "run.final"):
+        save_pretrained(tmp_path / folder, *loaded)
+        same_params(load_pretrained(tmp_path / folder)[1], loaded[1])

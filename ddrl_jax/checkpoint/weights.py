@@ -36,6 +36,7 @@ Tensors = Mapping[str, np.ndarray]
 
 _DIFFUSERS_CLASS = "CosmosTransformer3DModel"
 _DIFFUSERS_STEM = "diffusion_pytorch_model"
+_FAMILIES = "only Cosmos-Predict2.5 DiTs (official or diffusers form) can be loaded today"
 _PREFIX = {"raw": "net.", "ema": "net_ema."}
 # Entries of an official state dict that are no parameters: training counters, position tables, quantiser state.
 _NO_PARAMETER = re.compile(r"^accum_|^pos_embedder\.|_extra_state$")
@@ -121,8 +122,8 @@ def load_pretrained(
 
     Args:
       path: an official `.safetensors` or `.pt` file, a folder with one `.safetensors` or with shards and their index,
-        or a diffusers folder, which is one that has a config.json. Sizes come from config.json, or from the tensors'
-        shapes (head width = length of q_norm).
+        or a diffusers folder, which is one that has a config.json with a _class_name, or its one `.safetensors` file.
+        Sizes come from config.json, or from the tensors' shapes (head width = length of q_norm).
       which: of an official file, "raw" the `net.*` weights or "ema" the `net_ema.*` ones; the others are left alone.
       mesh: shard every parameter over its fsdp axis; None: on the default device. Each device reads its own part only.
       dtype: of the parameters; None is float32, which holds float32 and bfloat16 files exactly.
@@ -132,17 +133,26 @@ def load_pretrained(
       (graphdef, params): `nnx.merge(graphdef, params)` is a `CosmosDiT`.
 
     Raises:
-      ValueError: nothing readable there, not a Cosmos DiT, or names or shapes that do not fit (all of them listed).
+      ValueError: nothing readable there, not a Cosmos DiT, names or shapes that do not fit (all of them listed), a mesh
+        without an fsdp axis, or float64 without jax_enable_x64.
     """
     path = Path(path)
     if which not in _PREFIX:
         raise ValueError(f'which={which!r}: must be "raw" or "ema"')
+    if mesh is not None and "fsdp" not in mesh.axis_names:
+        raise ValueError(f"mesh has the axes {mesh.axis_names}: one of them must be fsdp")
+    param_dtype = np.dtype("float32" if dtype is None else dtype)
+    compute = np.dtype(param_dtype if compute_dtype is None else compute_dtype)
+    for name, value in (("dtype", param_dtype), ("compute_dtype", compute)):
+        if jax.dtypes.canonicalize_dtype(value) != value:
+            raise ValueError(f"{name}={value.name}: needs jax_enable_x64")
     tensors = _read(path)
-    if (path / "config.json").is_file():
+    config_file = _diffusers_config_file(path, tensors)
+    if config_file is not None:
         if which == "ema":
             raise ValueError(f'which="ema": {path} is a diffusers folder, which holds one set of weights; use "raw"')
         form = Form("diffusers")
-        config = _from_diffusers_json(path / "config.json")
+        config = _from_diffusers_json(config_file)
         _check(path, form, tensors, config.depth, _letters(config))
     else:
         form = Form("official", _PREFIX[which])
@@ -151,8 +161,6 @@ def load_pretrained(
         _check(path, form, tensors, depth, letters)
         config = _from_letters(depth, letters)
 
-    param_dtype = np.dtype("float32" if dtype is None else dtype)
-    compute = np.dtype(param_dtype if compute_dtype is None else compute_dtype)
     config = dataclasses.replace(config, param_dtype=param_dtype.name, dtype=compute.name)
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: CosmosDiT(config, rngs=nnx.Rngs(0))))
     if mesh is None:
@@ -192,7 +200,7 @@ def save_pretrained(
 
     Args:
       path: "official": the `.safetensors` file to write, or a folder to get a `model.safetensors`; names `net.*`.
-        "diffusers": the folder. Folders are made if missing.
+        "diffusers": the folder. Folders are made if missing; their names end in no file's suffix, such as `.pt`.
       graphdef: of a `CosmosDiT`.
       params: its parameters.
       layout: "official" or "diffusers".
@@ -210,6 +218,11 @@ def save_pretrained(
         raise ValueError(f"graphdef is of a {type(model).__name__}; only a CosmosDiT can be saved")
     if layout not in ("official", "diffusers"):
         raise ValueError(f'layout={layout!r}: must be "official" or "diffusers"')
+    # "Cosmos-Predict2.5-2B" is a folder's name, "model.pt" is not.
+    fits = layout == "official" and path.suffix == ".safetensors"
+    if re.fullmatch(r"\.[A-Za-z]+", path.suffix) and not path.is_dir() and not fits:
+        wanted = "a folder" if layout == "diffusers" else "a .safetensors file or a folder"
+        raise ValueError(f"path={path}: must be {wanted} for layout={layout!r}, not a {path.suffix} file")
     standard = CosmosDiTConfig
     for field in ("patch", "max_grid", "rope_ratios") if layout == "official" else ():
         if getattr(model.config, field) != getattr(standard, field):
@@ -342,7 +355,7 @@ def _of_one_set(path: Path, tensors: Tensors, which: str) -> dict[str, np.ndarra
     """An official file's tensors without the other set and what is no parameter; foreign names stay, to be reported."""
     found = [key for key, prefix in _PREFIX.items() if any(name.startswith(prefix) for name in tensors)]
     if which not in found:
-        hint = f'it has which="{found[0]}"' if found else "it is no official Cosmos checkpoint"
+        hint = f'it has which="{found[0]}"' if found else f"it is no official Cosmos checkpoint; {_FAMILIES}"
         raise ValueError(f'which="{which}": {path} has no names {_PREFIX[which]}*; {hint}')
     other = _PREFIX["ema" if which == "raw" else "raw"]
     return {
@@ -380,14 +393,37 @@ def _diffusers_json(config: CosmosDiTConfig) -> dict[str, Any]:
     }
 
 
-def _from_diffusers_json(file: Path) -> CosmosDiTConfig:
+def _diffusers_config_file(path: Path, tensors: Tensors) -> Path | None:
+    """The config.json of a diffusers folder, or beside a diffusers file; None for the official form."""
+    official = any(name.startswith(tuple(_PREFIX.values())) for name in tensors)
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    if path.is_dir():
+        return file if file.is_file() and not (official and "_class_name" not in _json_object(file)) else None
+    if official or path.suffix != ".safetensors":
+        return None
+    diffusers = any(name.startswith(("transformer_blocks.", "time_embed.t_embedder.")) for name in tensors)
+    shard = re.search(r"-\d+-of-(?!0*1\.)\d+\.safetensors$", path.name)
+    if diffusers and (shard or not file.is_file()):
+        what = "one shard of several" if shard else "without a config.json beside it"
+        raise ValueError(f"{path} is of the diffusers form, {what}: give the folder with config.json and all weights")
+    return file if file.is_file() else None
+
+
+def _json_object(file: Path) -> dict[str, Any]:
     try:
         given = json.loads(file.read_text())
-        kind = given.get("_class_name")
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         raise ValueError(f"{file} is not a JSON object: {error}") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"{file} is not a JSON object: it is a {type(given).__name__}")
+    return given
+
+
+def _from_diffusers_json(file: Path) -> CosmosDiTConfig:
+    given = _json_object(file)
+    kind = given.get("_class_name")
     if kind != _DIFFUSERS_CLASS:
-        raise ValueError(f"{file}: _class_name is {kind!r}; only {_DIFFUSERS_CLASS} can be loaded")
+        raise ValueError(f"{file}: _class_name is {kind!r}, not {_DIFFUSERS_CLASS}; {_FAMILIES}")
     ours = _diffusers_json(CosmosDiTConfig())
     later = ("controlnet_block_every_n", "img_context_dim_in")  # not in the files of older versions
     if absent := sorted(set(ours) - set(later) - set(given) - {"_diffusers_version"}):

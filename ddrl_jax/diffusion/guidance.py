@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,8 @@ def guided(denoise: Denoiser, scale: float, null_cond: Any) -> Denoiser:
     Args:
       denoise: (params, x, sigma, cond) -> x0.
       scale: 0 is one conditional pass; 7 here is 8 where guidance is written uncond + g (cond - uncond).
-      null_cond: same tree as cond, leading axis 1 or cond's; a leaf that is None keeps the sample's own value. None
-        altogether: the denoiser is called with None.
+      null_cond: same tree as cond, leading axis 1 or cond's; a leaf that is None, or a dict's absent key, keeps the
+        sample's own value. None altogether: the denoiser is called with None.
 
     Returns:
       A denoiser of the same signature.
@@ -49,7 +50,7 @@ def drop_condition(rng: chex.PRNGKey, cond: Any, null_cond: Any, rate: float) ->
     Args:
       rng: key.
       cond: tree with leading axes B or G.
-      null_cond: same tree, leading axis 1; a leaf that is None keeps the sample's own value.
+      null_cond: same tree, leading axis 1; a leaf that is None, or a dict's absent key, keeps the sample's own value.
       rate: probability.
     """
     lengths: list[int] = []
@@ -67,15 +68,43 @@ def drop_condition(rng: chex.PRNGKey, cond: Any, null_cond: Any, rate: float) ->
     return _merge(cond, null_cond, choose)
 
 
-def _merge(cond: Any, null_cond: Any, choose: Callable[[chex.Array, chex.Array], Any]) -> Any:
-    """Maps choose(own, null) over the leaves; null broadcast to own's leading axis, None leaves of null keep own."""
+def _merge(cond: Any, null_cond: Any, choose: Callable[[chex.Array, chex.Array], Any], at: str = "") -> Any:
+    """Maps choose(own, null) over the leaves; null broadcast to own's leading axis, None leaves of null keep own.
 
-    def leaf(null: Any, own: Any) -> Any:
+    A dict's absent key is a None. The result has cond's keys; `at` is where in the trees this call is, for errors.
+    """
+
+    def merge(path: Any, null: Any, own: Any) -> Any:
+        here = at + jax.tree_util.keystr(path)
         if null is None:
             return own
+        if isinstance(null, dict) and (own is None or isinstance(own, dict)):
+            merged = {} if own is None else copy.copy(own)
+            for key, value in null.items():
+                chosen = _merge(merged.get(key), value, choose, f"{here}[{key!r}]")
+                if key in merged:
+                    merged[key] = chosen
+            return None if own is None else merged
         if own is None:
-            raise ValueError("null_cond has an array where cond has None: the trees must agree")
+            raise ValueError(f"null_cond{here} is given where cond{here} is None or absent: the trees must agree")
+        if not jax.tree_util.all_leaves([null, own]):
+            raise ValueError(_disagree(here, null, own))
         own, null = jnp.asarray(own), jnp.asarray(null, jnp.result_type(own))
         return choose(own, jnp.broadcast_to(null, own.shape[:1] + null.shape[1:]))
 
-    return jax.tree.map(leaf, null_cond, cond, is_leaf=lambda node: node is None)
+    tree: Any
+    nulls, tree = jax.tree_util.tree_flatten_with_path(
+        null_cond, is_leaf=lambda node: node is None or isinstance(node, dict)
+    )
+    try:
+        owns = tree.flatten_up_to(cond)
+    except ValueError as error:
+        raise ValueError(_disagree(at, null_cond, cond)) from error
+    return tree.unflatten([merge(path, null, own) for (path, null), own in zip(nulls, owns, strict=True)])
+
+
+def _disagree(at: str, null: Any, own: Any) -> str:
+    def kind(node: Any) -> str:
+        return type(node).__name__ + (f" of {len(node)}" if isinstance(node, tuple | list) else "")
+
+    return f"null_cond{at} is a {kind(null)}, cond{at} a {kind(own)}: the trees must agree"

@@ -46,10 +46,10 @@ class Trajectory:
       mean_old: (K,B,*S), the rollout's policy mean, or None: the current mean stands in for it.
       sigma: (K,), the level of x.
       sigma_next: (K,), the un-noised next level.
-      std: (K,), the std of x_next; a slot with std 0 has weight 0.
+      std: (K,), the std of x_next; a slot with std 0 has weight 0. None where nothing needs it.
       prev_x0: (K,B,*S), the previous step's x0 (0 for the first step), or None where the solver keeps no history.
       prev_sigma: (K,), the previous step's level (inf for the first step), or None likewise.
-      step: (K,) int, the recorded steps.
+      step: (K,) int, the recorded steps, or None.
       init_noise: (B,*S), the unit start noise, or None.
       num_steps: n of the run (static).
     """
@@ -59,10 +59,10 @@ class Trajectory:
     mean_old: chex.Array | None = None
     sigma: chex.Array
     sigma_next: chex.Array
-    std: chex.Array
+    std: Any = None
     prev_x0: chex.Array | None = None
     prev_sigma: chex.Array | None = None
-    step: chex.Array
+    step: Any = None
     init_noise: chex.Array | None = None
     num_steps: int
 
@@ -138,8 +138,8 @@ def sample(
       process: EDMChurn, FlowSDE or DanceSDE.
       shape: (B,*S).
       num_steps: n, solver steps.
-      record: the recorded steps, a tuple or a (K,) int array, which may be traced: K is static and another subset
-        compiles nothing. Default: the stochastic ones of range(0, n-1, 2); () for none.
+      record: the recorded steps, a tuple or a (K,) int array, which may be traced or hold tracers: K is static and
+        another subset compiles nothing. Default: the stochastic ones of range(0, n-1, 2); () for none.
       noise: (x_init_unit (B,*S), churn (n,B,*S)) replaces the draws. EDMChurn noises step i by churn[i] before its
         evaluation; the flows noise step i by churn[i] after it.
       keep_mean: record mean_old.
@@ -244,6 +244,8 @@ def _resolve_record(record: Sequence[int] | chex.Array | None, stds: np.ndarray)
     num_steps = len(stds)
     if record is None:
         record = tuple(i for i in range(0, num_steps - 1, 2) if stds[i] > 0.0)
+    if isinstance(record, tuple | list) and any(isinstance(i, jax.core.Tracer) for i in record):
+        record = jnp.stack([jnp.asarray(i) for i in record])
     if isinstance(record, jax.core.Tracer):
         if record.ndim != 1:
             raise ValueError(f"record has shape {record.shape}: expected (K,)")

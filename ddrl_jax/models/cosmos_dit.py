@@ -244,7 +244,7 @@ class CosmosDiT(nnx.Module):
 
         Args:
           x: latent (B, C, T, H, W), any float dtype; T = 1 is an image.
-          t: time in [0, 1], (B,), (B, 1) or (B, T): float32, never narrower.
+          t: time in [0, 1], (), (B,), (B, 1) or (B, T): float32, never narrower.
           context: text features before their projection, (G, S, context_in) with G dividing B; all S are attended.
           condition_mask: 1 where a frame is given, (B, 1, T, 1 or H, 1 or W); None: no frame. Ignored for images, as
             in the original.
@@ -289,7 +289,7 @@ class CosmosDiT(nnx.Module):
             raise ValueError(
                 f"context is (G,S,D) = {context.shape}; G must divide the batch {B}, D must be {c.context_in}"
             )
-        t = t.reshape(B, -1)
+        t = jnp.full((B, 1), t) if jnp.ndim(t) == 0 else t.reshape(B, -1)
         if t.shape[1] not in (1, T):
             raise ValueError(f"t is {t.shape}; it must have one entry a sample or one a frame ({T})")
 

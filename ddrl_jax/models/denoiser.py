@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from ddrl_jax.diffusion.preconditioning import rectified_flow
@@ -41,11 +42,12 @@ class CosmosDenoiser:
         Args:
           params: the network's parameters.
           x: x_BCTHW, noised latent, float32 or float64; the conditioning frames in it are not read.
-          sigma: level, (B,), (B, 1) or (B, T).
+          sigma: level, (), (B,), (B, 1) or (B, T).
           cond: dict of `context` (G, S, context_in); `frames` (G, C, T, H, W), clean latents, with `condition_mask`
             (G, 1, T, 1, 1), 1 where a frame is given; `padding_mask` (G, 1, height, width), 1 where a pixel is padding.
-            The last three may be None or absent. Each G divides B: entry g serves rows g*B/G to (g+1)*B/G - 1.
-            Images (T = 1) have no conditioning frames: mask and frames are ignored.
+            The last three may be None or absent; a mask that is all zero (and no tracer) needs no frames. Each G
+            divides B: entry g serves rows g*B/G to (g+1)*B/G - 1. Images (T = 1) have no conditioning frames: mask and
+            frames are ignored.
 
         Returns:
           (B, C, T, H, W) in x's dtype, float32 at least.
@@ -56,11 +58,14 @@ class CosmosDenoiser:
         B, _, T, _, _ = x.shape
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         x, sigma = x.astype(dtype), jnp.asarray(sigma, dtype)
+        sigma = jnp.broadcast_to(sigma, (B,)) if sigma.ndim == 0 else sigma
         if sigma.shape not in ((B,), (B, 1), (B, T)):
             raise ValueError(f"sigma is {sigma.shape}; must be ({B},) or ({B}, {T}): a level a sample or a frame")
         sigma = sigma.reshape(B, -1)[:, None, :, None, None]
-        mask = _rows(cond, "condition_mask", B)
-        frames = _rows(cond, "frames", B)
+        mask: Any = _rows(cond, "condition_mask", B) if T > 1 else None
+        frames: Any = _rows(cond, "frames", B) if T > 1 else None
+        if mask is not None and frames is None and _all_zero(cond["condition_mask"]):
+            mask = None
         if (mask is None) != (frames is None):
             raise ValueError("cond: frames and condition_mask go together; one of them is None")
 
@@ -69,7 +74,7 @@ class CosmosDenoiser:
         else:
             c_skip, c_out, c_in, c_noise = rectified_flow(sigma)
         net_x, t = c_in * x, c_noise
-        conditioned = mask is not None and frames is not None and T > 1
+        conditioned = mask is not None and frames is not None
         if conditioned:
             given, frames = mask.astype(bool), frames.astype(dtype)
             # A choice, not a blend: what is under a given frame may be anything, NaN too.
@@ -109,6 +114,11 @@ def cosmos_denoiser(
       A frozen, hashable function denoise(params, x, sigma, cond) -> x0: see `CosmosDenoiser.__call__`.
     """
     return CosmosDenoiser(graphdef, use_rf_ckpts, sigma_conditional, level, zero_frames, keep_frames)
+
+
+def _all_zero(mask: Any) -> bool:
+    """Whether a mask is known to be all zero, which that of a tracer is not."""
+    return not isinstance(mask, jax.core.Tracer) and not np.asarray(mask).any()
 
 
 def _rows(cond: Mapping[str, Any], name: str, batch: int) -> Any:

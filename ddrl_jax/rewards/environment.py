@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ddrl_jax.sidecar.protocol import one_line
@@ -72,15 +72,35 @@ def train_scorer(
     out: str | os.PathLike[str],
     log_path: str | os.PathLike[str],
     seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Trains a scorer's weights from clips, in its environment. Raises ConfigurationFault with its last words."""
+    """Trains a scorer's weights from clips, in its environment; `progress(done, total)` is told how far it is.
+
+    Raises ConfigurationFault with its last words.
+    """
     command = [str(interpreter(env, scorer)), "-m", "ddrl_jax.sidecar", "train", "--scorer", scorer]
     command += ["--data", os.fspath(data), "--out", os.fspath(out), "--seed", str(seed)]
     Path(log_path).parent.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(command, env=child_environment(env), stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    with open(log_path, "a") as log:
-        log.write(done.stdout + done.stderr)
-    if done.returncode:
-        words = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        last = words[-1].removeprefix("ddrl_jax.sidecar: ") if words else f"exit status {done.returncode}"
+    words = ""
+    with (
+        open(log_path, "a") as log,
+        subprocess.Popen(
+            command,
+            env=child_environment(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("progress "):
+                done, total = line.removeprefix("progress ").split("/")
+                progress(int(done), int(total))
+                continue
+            log.write(line)
+            words = line.strip() or words
+    if process.returncode:
+        last = words.removeprefix("ddrl_jax.sidecar: ") or f"exit status {process.returncode}"
         raise ConfigurationFault(f"reward.scorers: {scorer!r} could not be trained: {one_line(last, 400)}")

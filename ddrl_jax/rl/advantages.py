@@ -72,10 +72,16 @@ def group_advantages(
     centred_GN = r_GN - r_GN.mean(axis=1, keepdims=True)
 
     if std == "group":
-        scale = jnp.sqrt((centred_GN**2).sum(axis=1, keepdims=True) / (group_size - ddof))
+        scale = _sqrt((centred_GN**2).sum(axis=1, keepdims=True) / (group_size - ddof))
     else:
         num_live = live_GN.sum()
         mean = jnp.where(live_GN, r_GN, 0.0).sum() / jnp.maximum(num_live, 1)
         square = jnp.where(live_GN, (r_GN - mean) ** 2, 0.0).sum()
-        scale = jnp.sqrt(square / jnp.maximum(num_live - ddof, 1))
+        scale = _sqrt(square / jnp.maximum(num_live - ddof, 1))
     return jnp.where(live_GN, centred_GN / (scale + eps), 0.0).reshape(-1)
+
+
+def _sqrt(square: chex.Array) -> chex.Array:
+    """The square root with gradient 0 at 0, where all rewards are equal, and not infinity."""
+    zero = square == 0.0
+    return jnp.where(zero, 0.0, jnp.sqrt(jnp.where(zero, 1.0, square)))

@@ -52,7 +52,7 @@ class DataBatch:
 def loss_fn(
     params: Any,
     trajectory: Trajectory | None,
-    advantages: chex.Array | None,
+    advantages: chex.ArrayLike | None,
     cond: Any,
     data: DataBatch | None,
     rng: chex.PRNGKey | None,
@@ -61,7 +61,7 @@ def loss_fn(
     process: Process,
     objective: Objective,
     ref_params: Any = None,
-    sample_weight: chex.Array | None = None,
+    sample_weight: chex.ArrayLike | None = None,
 ) -> tuple[chex.Array, dict[str, Any]]:
     """loss_scale [ mean_{K,B} w max(-A rho, -A clip(rho)) + kl_beta mean_{K,B} w KL + data_beta mean_{M,Bd} L ].
 
@@ -70,7 +70,8 @@ def loss_fn(
 
     Args:
       params: parameters of the denoiser; what the loss is differentiated for.
-      trajectory: the recorded steps; None for plain supervised training.
+      trajectory: the recorded steps; None for plain supervised training. Without std every slot is live, which only the
+        kinds "mean_square" allow.
       advantages: (B,); None turns the policy part off.
       cond: the rollouts' condition, handed on as given.
       data: None when data_beta is 0, otherwise required.
@@ -83,8 +84,8 @@ def loss_fn(
 
     Returns:
       loss () and metrics: loss, policy_loss, kl_loss, data_loss (weighted by w, without beta and loss_scale),
-      ratio_mean, ratio_max, clip_fraction (over slots whose weight is not 0), each 0 for a part that is off; and parts,
-      unweighted: policy, kl, log_ratio (K,B), data (M,Bd).
+      ratio_mean and clip_fraction (plain means over the live slots, those whose weight is not 0), ratio_max (over the
+      same slots), each 0 for a part that is off; and parts, unweighted: policy, kl, log_ratio (K,B), data (M,Bd).
 
     Raises:
       ValueError: a part that the objective asks for is missing.
@@ -98,6 +99,10 @@ def loss_fn(
         raise ValueError("trajectory=None, data=None: nothing to compute")
     if use_kl and ref_params is None:
         raise ValueError(f"ref_params=None: kl_beta={objective.kl_beta} needs the reference policy")
+    if trajectory is not None and trajectory.std is None:
+        for used, name in ((use_policy, "log_ratio"), (use_kl, "kl")):
+            if used and getattr(objective, name) != "mean_square":
+                raise ValueError(f"trajectory.std=None: {name}={getattr(objective, name)!r} needs it")
     if use_data and data is None:
         raise ValueError(f"data=None: data_beta={objective.data_beta} needs data")
 
@@ -141,25 +146,28 @@ def loss_fn(
 def _policy_terms(
     params: Any,
     trajectory: Trajectory,
-    advantages: chex.Array | None,
+    advantages: chex.ArrayLike | None,
     cond: Any,
     *,
     denoise: Denoiser,
     process: Process,
     objective: Objective,
     ref_params: Any,
-    sample_weight: chex.Array | None,
+    sample_weight: chex.ArrayLike | None,
 ) -> tuple[dict[str, chex.Array], dict[str, chex.Array]]:
-    num_rollouts = trajectory.x.shape[1]
+    num_steps, num_rollouts = trajectory.x.shape[:2]
     dtype = compute_dtype(trajectory.x)
+    if trajectory.std is None:  # nothing that is used reads more of it than that the slots are live
+        trajectory = dataclasses.replace(trajectory, std=jnp.ones(num_steps, dtype))
     w_B = jnp.ones(num_rollouts, dtype)
     if sample_weight is not None:
-        chex.assert_shape(sample_weight, (num_rollouts,))
         w_B = jnp.asarray(sample_weight, dtype)
+        chex.assert_shape(w_B, (num_rollouts,))
     a_B = None
     if advantages is not None:
-        chex.assert_shape(advantages, (num_rollouts,))
-        a_B = _transformed(jnp.asarray(advantages, dtype), w_B, objective)
+        a_B = jnp.asarray(advantages, dtype)
+        chex.assert_shape(a_B, (num_rollouts,))
+        a_B = _transformed(a_B, w_B, objective)
 
     def masked(x: chex.Array | None) -> chex.Array | None:
         # A rollout that went non-finite has weight 0; left in, it would still make the gradient 0 * nan.

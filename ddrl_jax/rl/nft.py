@@ -20,7 +20,7 @@ from ddrl_jax.rl.advantages import group_advantages
 def nft_loss(
     params: Any,
     x0: chex.Array,
-    rewards: chex.Array,
+    rewards: chex.ArrayLike,
     cond: Any,
     rng: chex.PRNGKey | None,
     *,
@@ -36,7 +36,7 @@ def nft_loss(
     draws: int = 1,
     sigma: chex.Array | None = None,
     noise: chex.Array | None = None,
-    sample_weight: chex.Array | None = None,
+    sample_weight: chex.ArrayLike | None = None,
 ) -> tuple[chex.Array, dict[str, Any]]:
     """mean_{M,B} w [ r |x0+ - x0|^2 + (1-r) |x0- - x0|^2 ] + kl_beta mean_{M,B} w |x0_theta - x0_ref|^2.
 
@@ -80,16 +80,17 @@ def nft_loss(
     if rng is None and (sigma is None or noise is None):
         raise ValueError("rng=None: expected a key, or both sigma and noise")
     num = x0.shape[0]
-    chex.assert_shape(rewards, (num,))
     dtype = compute_dtype(x0)
     x0 = jnp.asarray(x0, dtype)
     rewards = jnp.asarray(rewards, dtype)
+    chex.assert_shape(rewards, (num,))
 
     finite_B = jnp.isfinite(rewards)
     w_B = finite_B.astype(dtype)
     if sample_weight is not None:
+        sample_weight = jnp.asarray(sample_weight, dtype)
         chex.assert_shape(sample_weight, (num,))
-        w_B = w_B * jnp.asarray(sample_weight, dtype)
+        w_B = w_B * sample_weight
     if group_size is None:
         r_B = jnp.clip(jnp.where(finite_B, rewards, 0.5), 0.0, 1.0)
     else:

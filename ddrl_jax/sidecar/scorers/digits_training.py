@@ -96,7 +96,7 @@ def fakes(real_BTHW: Tensor, rng: torch.Generator) -> Tensor:
 
 
 def train(clips: dict[str, np.ndarray], seed: int = 0, steps: int = STEPS) -> Nets:
-    """Cross entropy with label smoothing for all three nets."""
+    """Cross entropy with label smoothing for all three nets. Prints "progress DONE/TOTAL", for whoever shows a bar."""
     video, digit, direction = tensors(clips)
     rng = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
@@ -104,7 +104,9 @@ def train(clips: dict[str, np.ndarray], seed: int = 0, steps: int = STEPS) -> Ne
         nets = Nets(*video.shape[1:])
     optimizer = torch.optim.AdamW(nets.parameters(), LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, steps)
-    for _ in range(steps):
+    for step in range(steps):
+        if step % 20 == 0:
+            print(f"progress {step}/{steps}", flush=True)
         rows = torch.randint(len(video), (BATCH,), generator=rng)
         real = video[rows]
         digit_logits, direction_logits, real_logits = nets(real)
