@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes docs/results/digits.md again: one base, three seeds of DDRL, DanceGRPO and a data-loss-only control beside them.
-# RUNS: the runs' folder. Each finished run is skipped, an interrupted one goes on. About two and a half hours on two cores.
+# RUNS: the runs' folder. Each finished run is skipped, an interrupted one goes on. One to two hours on two cores.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/python.sh
@@ -23,4 +23,4 @@ for seed in 0 1 2; do
 done
 run digits_dance_0 --config.objective.name=dance_grpo --config.objective.data_beta=0.
 run digits_sft_0 --config.objective.name=sft --config.objective.data_beta=1.
-"$VENV_PYTHON" docs/results/digits_table.py "$runs" >docs/results/digits_tables.md
+"$VENV_PYTHON" docs/results/digits_table.py "$runs"
