@@ -1,6 +1,8 @@
-"""The digits at the size that proves the point: results, and how to make them again, in docs/results/digits.md.
+"""The digits at the size that proves the point: about 12 minutes a seed on one core, from a base of 28 minutes on two.
 
-Same data, network and rewards as `configs/quickstart.py`, from a better base, which one command makes:
+Reaches reward +1.1, every sub-score up, judge +4 points, held-out diffusion loss +1.6 % over three seeds: see
+docs/results/digits.md, which `bash launch/digits.sh` makes again. Same data, network and rewards as
+`configs/quickstart.py`, from a better base, which one command makes:
 
     python -m ddrl_jax.main --config=configs/digits.py --config.pretrain.from_run= --config.train.steps=0 \
         --workdir=runs/digits_base

@@ -7,6 +7,7 @@ is about to repeat. Knows nothing of training.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -70,7 +71,11 @@ class Logbook:
         if primary and wandb:
             import wandb as wandb_module  # type: ignore[import-not-found]
 
-            self._wandb = wandb_module.init(project=wandb, dir=str(workdir), name=workdir.name, resume="allow")
+            # The same workdir is the same run, so that a resumed one goes on in its own curves.
+            identity = hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:16]
+            self._wandb = wandb_module.init(
+                project=wandb, dir=str(workdir), name=workdir.name, id=identity, resume="allow"
+            )
 
     def say(self, text: str) -> None:
         """One line on the console, above the progress bar if there is one."""

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -103,6 +104,10 @@ def run(config: ConfigDict, workdir: Path, make_evaluator: Callable[..., Evaluat
     clip_dataset(config, config.rollout.conditions)  # bad data is found before anything is started
     check_base(config)
     workdir.mkdir(parents=True, exist_ok=True)
+    if not (workdir / "config.json").exists():
+        # What a start that came to nothing left here may have been made for other settings.
+        shutil.rmtree(workdir / "scorer", ignore_errors=True)
+        (workdir / "judge.npz").unlink(missing_ok=True)
     book = Logbook(workdir, primary=jax.process_index() == 0, **config.log)
     try:
         with build.open_rewards(config, workdir, book) as client, interrupts() as stop:
