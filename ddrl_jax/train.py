@@ -544,7 +544,7 @@ def reward_metrics(reward_B: np.ndarray, valid_B: np.ndarray, scores: rewards.Sc
         "reward": float(np.nanmean(reward_GN)) if valid_B.any() else math.nan,
         "reward_std": float(np.nanstd(reward_GN[several], axis=1, ddof=1).mean()) if several.any() else math.nan,
         "valid_rate": float(valid_B.mean()),
-        "seconds_scorer": scores.seconds,
+        "scorer_seconds": scores.seconds,
     }
     for name, value in scores.scores.items():
         if np.isfinite(value).any():
