@@ -8,26 +8,17 @@ docs/results/digits.md, which `bash launch/digits.sh` makes again. Same data, ne
         --workdir=runs/digits_base
 """
 
-from ddrl_jax.config import default
+from pathlib import Path
+
+from ddrl_jax.config import load
 
 
 def get_config():
-    config = default()
-    config.codec.mean, config.codec.std = -0.729, 0.513  # of the pixels of training clips
-
-    config.process.sigma_max = 80.0
-    config.process.train_mean = 0.0
-    config.process.train_std = 1.2
-    config.process.train_multiplier = 1.0
-    config.process.high_sigma_ratio = 0.0
-
+    config = load(str(Path(__file__).with_name("quickstart.py")))
     config.pretrain.steps = 9000
     config.pretrain.learning_rate = 1e-3
     config.pretrain.from_run = "runs/digits_base"
 
-    # Sub-scores are in units of their std on real clips and start far below 0: the recipes' clip at 5 would level them.
-    config.advantage.reward_clip = 20.0
-    config.objective.name = "ddrl"
     config.objective.data_beta = 0.3
     config.train.steps = 200
     config.train.learning_rate = 5e-5
