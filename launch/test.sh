@@ -9,4 +9,4 @@ make_venv "${VENV:-.venv-test}"
 "$VENV_PYTHON" -m ruff check .
 "$VENV_PYTHON" -m ruff format --check .
 "$VENV_PYTHON" -m mypy
-exec "$VENV_PYTHON" -m pytest -n 2 "$@"
+exec "$VENV_PYTHON" -m pytest -n 2 --durations=10 "$@"
