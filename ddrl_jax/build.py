@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -171,6 +172,24 @@ def train_state(
     return jax.jit(init, out_shardings=shardings)(params)
 
 
+def own_workdir(workdir: Path) -> IO[str]:
+    """Makes the folder and locks it for this process until the file returned is closed (or the process gone).
+
+    Raises ConfigError when it cannot be made or written, or when another run holds it.
+    """
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock = (workdir / ".lock").open("a+")
+    except OSError as error:
+        raise ConfigError(f"workdir={str(workdir)!r}: cannot be made or written ({error.strerror})") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ConfigError(f"workdir={str(workdir)!r}: another run is using it; take another --workdir") from None
+    return lock
+
+
 def one_process() -> None:
     """Raises ConfigError under jax.distributed: stop decisions and rewards are not collective yet."""
     count = jax.process_count()
@@ -223,7 +242,7 @@ def open_rewards(config: ConfigDict, workdir: Path, book: Logbook) -> Iterator[r
                     rewards.launch(
                         env=reward.env,
                         scorers=reward.scorers,
-                        weights_dir=scorer_weights(config, workdir, book),
+                        weights_dir=weights if (weights := scorer_weights(config, workdir, book)).is_dir() else "",
                         codec=f"unshuffle:factor={codec.factor},mean={codec.mean},std={codec.std}",
                         port=reward.port,
                         log_path=workdir / "sidecar.log",
@@ -235,10 +254,22 @@ def open_rewards(config: ConfigDict, workdir: Path, book: Logbook) -> Iterator[r
                 client = rewards.RewardClient(reward.url, token, reward.weights.to_dict(), **options)
             stack.callback(client.close)
             client.ping()
+            _try_rewards(config, client)
             book.say(f"rewards: the sidecar at {client.url} answers")
             yield client
     except rewards.ConfigurationFault as error:
         raise ConfigError(str(error)) from error
+
+
+def _try_rewards(config: ConfigDict, client: rewards.RewardClient) -> None:
+    """One real clip's latent through the scorers, before anything is trained: weights that name no score, and scorers
+    that fail on our clips, are found now. Raises ConfigurationFault."""
+    shape = {"frames": config.data.frames, "size": config.data.size}
+    clip = digits.DigitClips("train", **shape, seed=config.eval.seed).batch([0])
+    codec = Unshuffle(config.codec.factor, config.codec.mean, config.codec.std)
+    scores = client.submit(codec.encode(clip["video"]), clip["caption"]).result()
+    if not scores.valid.all():
+        raise rewards.ConfigurationFault(f"reward.weights, reward.scorers: a real clip got no reward: {scores.reason}")
 
 
 def total_reward(scores: rewards.Scores, config: ConfigDict) -> tuple[np.ndarray, np.ndarray]:

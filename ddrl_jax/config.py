@@ -164,6 +164,7 @@ def _require(ok: bool, field: str, value: Any, right: str) -> None:
 
 def validate(config: ConfigDict) -> None:
     """Checks what the types cannot say. Raises `ConfigError` with one line."""
+    _validate_schema(config)
 
     def at_least(low: float, *fields: str) -> None:
         for field in fields:
@@ -185,7 +186,35 @@ def validate(config: ConfigDict) -> None:
     at_least(0, "train.warmup_steps", "pretrain.warmup_steps", "train.ema_rate", "pretrain.ema_rate")
     at_least(0, "reward.retries", "reward.port", "eval.judge_steps", "seed", "eval.seed")
     at_least(2, "rollout.group_size", "eval.clips", "eval.clips_during", "eval.heldout_clips")
-    _require(config.reward.timeout_s > 0, "reward.timeout_s", config.reward.timeout_s, "must be above 0 seconds")
+    _require(
+        0 < config.reward.timeout_s <= 86_400,
+        "reward.timeout_s",
+        config.reward.timeout_s,
+        "must be above 0 and at most 86400 seconds",
+    )
+    _require(config.reward.port < 65_536, "reward.port", config.reward.port, "must be below 65536; 0 takes a free one")
+    _require(config.reward.fps > 0, "reward.fps", config.reward.fps, "must be above 0")
+    for scorer in config.reward.scorers:
+        _require(
+            isinstance(scorer, str) and bool(scorer),
+            "reward.scorers",
+            tuple(config.reward.scorers),
+            "must be names or FILE.py:Class",
+        )
+    _require(
+        config.eval.clips_during <= config.eval.clips,
+        "eval.clips_during",
+        config.eval.clips_during,
+        f"must be at most eval.clips={config.eval.clips}",
+    )
+    at_least(1, "model.adaln_rank", "model.context_dim")
+    _require(
+        config.model.width * config.model.mlp_ratio >= 1,
+        "model.mlp_ratio",
+        config.model.mlp_ratio,
+        "must give the MLP a hidden width of at least 1",
+    )
+    at_least(0, "train.b1", "train.b2")
     at_least(0, "train.weight_decay", "pretrain.weight_decay", "advantage.eps", "pretrain.cond_dropout")
     at_least(1, "codec.factor", "data.size")
     for field in ("seed", "eval.seed"):
@@ -283,6 +312,33 @@ def validate(config: ConfigDict) -> None:
         _require(value >= 1 or value == -1, f"mesh.{axis}", value, "must be at least 1, or -1 for the rest")
 
 
+# Fields that may be infinite: no bound.
+_UNBOUNDED = {"process.s_t_min", "process.s_t_max", "advantage.reward_clip", "train.grad_clip", "pretrain.grad_clip"}
+_UNBOUNDED |= {"objective.clip_range", "objective.adv_clip"}
+
+
+def _validate_schema(config: ConfigDict) -> None:
+    """Every field is there, none is unknown (an unlocked block takes any name), none is None or nan that may not."""
+    known, given = flatten(default().to_dict()), flatten(config.to_dict())
+    weights = "reward.weights"
+    for field in sorted(f for f in known.keys() - given.keys() if not f.startswith(weights)):
+        raise ConfigError(f"config.{field}: is missing; its default is {known[field]!r}")
+    for field, value in given.items():
+        if field.startswith(weights):
+            number = isinstance(value, int | float) and math.isfinite(value)
+            _require(number, field, value, "must be a finite number, the weight of one sub-score")
+            continue
+        if field not in known:
+            close = difflib.get_close_matches(field, known, n=1, cutoff=0.4)
+            hint = f"; did you mean config.{close[0]}?" if close else ""
+            raise ConfigError(f"config.{field}={value!r}: there is no such field{hint}")
+        may_be_none = known[field] is None or field == "advantage.reward_clip"
+        _require(value is not None or may_be_none, field, value, f"must not be None; its default is {known[field]!r}")
+        if isinstance(value, float):
+            _require(not math.isnan(value), field, value, "must be a number")
+            _require(math.isfinite(value) or field in _UNBOUNDED, field, value, "must be finite")
+
+
 def _validate_process(config: ConfigDict) -> None:
     process = config.process
     _require(
@@ -304,7 +360,12 @@ def _validate_process(config: ConfigDict) -> None:
             process.sigma_min,
             f"must be above 0 and below process.sigma_max={high:g}",
         )
-        _require(process.rho is None or process.rho > 0, "process.rho", process.rho, "must be above 0")
+        for field in ("rho", "train_std", "train_multiplier"):
+            _require(
+                process[field] is None or process[field] > 0, f"process.{field}", process[field], "must be above 0"
+            )
+        share = process.high_sigma_ratio
+        _require(share is None or 0 <= share <= 1, "process.high_sigma_ratio", share, "must be between 0 and 1")
         _require(
             process.solver in (None, "2ab", "1euler", "2mid"),
             "process.solver",
@@ -320,8 +381,10 @@ def _validate_rollout(config: ConfigDict) -> None:
     steps = tuple(rollout.trained_steps)
     why = "; the last step of edm_churn has no noise after it" if config.process.name == "edm_churn" else ""
     for step in steps:
+        whole = isinstance(step, int) and not isinstance(step, bool)
+        _require(whole, "rollout.trained_steps", steps, f"{step!r} is a {type(step).__name__}, not an int")
         _require(
-            isinstance(step, int) and 0 <= step <= last,
+            0 <= step <= last,
             "rollout.trained_steps",
             steps,
             f"{step} is outside the schedule: with rollout.num_steps={rollout.num_steps} "
@@ -382,7 +445,9 @@ def check_same_run(config: ConfigDict, workdir: Path) -> list[str]:
         return []
     try:
         saved = json.loads(path.read_text())
-    except ValueError as error:
+        if not isinstance(saved, dict):
+            raise ValueError("it holds no object")
+    except (ValueError, OSError) as error:
         raise ConfigError(f"workdir={str(workdir)!r}: its config.json is not JSON ({error}); take a new one") from None
     lines = []
     for field, then, now in differences(config, saved):

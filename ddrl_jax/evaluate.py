@@ -66,7 +66,10 @@ class Evaluator:
 
     def _fitted_judge(self, path: Path, shape: dict[str, int]) -> Judge:
         if path.exists():
-            return Judge.load(path)
+            try:
+                return Judge.load(path)
+            except ValueError:
+                self.book.say(f"judge: {path.name} is damaged and is fitted again")
         with self.book.working("judge: fitting on its own scans"):
             clips = digits.DigitClips("judge", **shape, seed=self.config.eval.seed).batch(np.arange(JUDGE_CLIPS))
             judge = fit_judge(
@@ -319,6 +322,8 @@ def summarise(config: ConfigDict, workdir: Path, *, config_file: str, command: s
     """Writes summary.json, what the report is made of: before, after, changes, the three hacking signals (sec. 4.2)."""
     folders = sorted(p.parent for p in (workdir / "eval").glob("*/eval.json"))
     evaluations = [json.loads((p / "eval.json").read_text()) for p in folders]
+    if folders and int(folders[0].name) != 0:
+        print(f"eval/000000 is gone: {folders[0].name} stands for the state before")
     lines = read_metrics(workdir / "metrics.jsonl")
     ddrl = [m for m in lines if m["stage"] == "ddrl"]
 
@@ -340,7 +345,7 @@ def summarise(config: ConfigDict, workdir: Path, *, config_file: str, command: s
         "command": command,
         "run": {
             "method": config.objective.name,
-            "steps": config.train.steps,
+            "steps": max((m["step"] + 1 for m in ddrl), default=0),
             "rollouts": config.rollout.conditions * config.rollout.group_size,
             "seconds": float(np.nansum(column(lines, "seconds"))),
             "hardware": f"{jax.device_count()} x {device.device_kind}",
@@ -374,6 +379,7 @@ def run(config: ConfigDict, workdir: Path) -> bool:
         raise ConfigError(f"workdir={str(workdir)!r}: holds no checkpoint yet; let the training save one first")
     step, s = restored
     params = s.ema if config.eval.ema and s.ema is not None and step > 0 else s.params
+    lock = build.own_workdir(workdir)
     book = Logbook(workdir, primary=jax.process_index() == 0, **config.log)
     try:
         with build.open_rewards(config, workdir, book) as client:
@@ -382,4 +388,5 @@ def run(config: ConfigDict, workdir: Path) -> bool:
             book.write("eval", step, metrics)
     finally:
         book.close()
+        lock.close()
     return True

@@ -36,13 +36,15 @@ def _number(value: Any) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line cut off by a kill is left out."""
+    """The lines of a metrics.jsonl; what is none, such as a last line cut off by a kill, is left out."""
     if not path.exists():
         return []
     lines = []
-    for line in path.read_text().splitlines():
+    for text in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
-            lines.append(json.loads(line))
+            line = json.loads(text)
+            if isinstance(line, dict) and isinstance(line.get("stage"), str) and isinstance(line.get("step"), int):
+                lines.append(line)
     return lines
 
 

@@ -9,6 +9,7 @@ Exit status: 0 done (or stopped by SIGTERM or Ctrl-C, state saved), 1 the run st
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import sys
@@ -78,6 +79,14 @@ def main(argv: list[str] | None = None) -> int:
         return _complain(error)
     except train.RunStopped as error:
         print(f"stopped: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise
+        print(f"stopped: {error.strerror}: {error.filename or folder}", file=sys.stderr)
         return 1
     return 0
 

@@ -103,7 +103,7 @@ def run(config: ConfigDict, workdir: Path, make_evaluator: Callable[..., Evaluat
     setup = build.build(config)
     clip_dataset(config, config.rollout.conditions)  # bad data is found before anything is started
     check_base(config)
-    workdir.mkdir(parents=True, exist_ok=True)
+    lock = build.own_workdir(workdir)
     if not (workdir / "config.json").exists():
         # What a start that came to nothing left here may have been made for other settings.
         shutil.rmtree(workdir / "scorer", ignore_errors=True)
@@ -130,6 +130,7 @@ def run(config: ConfigDict, workdir: Path, make_evaluator: Callable[..., Evaluat
         raise RunStopped(f"{error}; remove the folder to start that stage again") from error
     finally:
         book.close()
+        lock.close()
 
 
 @contextlib.contextmanager
@@ -471,6 +472,10 @@ def reinforce(
             log(pending)
 
     # --- the end -------------------------------------------------------------------------------------------
+    if int(s.skipped) and step >= total:
+        book.say(
+            f"{int(s.skipped)} updates were skipped because something was not finite: see skipped in metrics.jsonl"
+        )
     checkpoints.save(step, s, wait=True)
     if step < total:
         book.say(f"stopped at iteration {step} of {total}; the same command goes on from there")
@@ -565,6 +570,8 @@ def _log_iteration(book: Logbook, done: Iteration, total: int) -> None:
             "valid_rate": ("valid", ".0%"),
             "grad_norm": ("grad", ".3f"),
         }
+        if values["skipped"]:
+            shown["skipped"] = ("NOT FINITE, skipped", ".0f")
         text = "  ".join(f"{label} {values[k]:{form}}" for k, (label, form) in shown.items() if k in values)
         stages = ("rollout", "gradients", "reward_wait")
         known = {n: values[f"seconds_{n}"] for n in stages if f"seconds_{n}" in values}

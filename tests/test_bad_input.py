@@ -32,7 +32,7 @@ def call(capsys, *arguments):
         ("--config.train.steps=abc", "flag --config.train.steps=abc: invalid literal for int() with base 10: 'abc'"),
         ("--config.train.steps=1.5", "flag --config.train.steps=1.5: invalid literal for int() with base 10: '1.5'"),
         ("--config.train.steps=-1", "config.train.steps=-1: must be at least 0"),
-        ("--config.train.learning_rate=nan", "config.train.learning_rate=nan: must be at least 0"),
+        ("--config.train.learning_rate=nan", "config.train.learning_rate=nan: must be a number"),
         (
             "--config.rollout.group_size=3",
             "config.rollout.group_size=3: must divide train.micro_batch=4",
@@ -44,6 +44,13 @@ def call(capsys, *arguments):
         ("--config.advantage.reward_clip=-1.", "config.advantage.reward_clip=-1.0: must be above 0"),
         ("--config.pretrain.batch_size=18", "config.pretrain.batch_size=18: must be a multiple of train.micro_batch=4"),
         ("--config.objective.data_beta=-1.", "config.objective.data_beta=-1.0: must be at least 0"),
+        ("--config.eval.clips_during=20", "config.eval.clips_during=20: must be at most eval.clips=8"),
+        ("--config.process.train_std=nan", "config.process.train_std=nan: must be a number"),
+        ("--config.eval.guidance=inf", "config.eval.guidance=inf: must be finite"),
+        ("--config.reward.timeout_s=inf", "config.reward.timeout_s=inf: must be finite"),
+        ("--config.reward.port=99999", "config.reward.port=99999: must be below 65536"),
+        ("--config.reward.weights.brightness=nan", "config.reward.weights.brightness=nan: must be a finite number"),
+        ("--config.model.mlp_ratio=0.", "config.model.mlp_ratio=0.0: must give the MLP"),
         ("config.train.steps=3", "'config.train.steps=3': is no flag; flags begin with --"),
         (
             "--config.train.micro_batch=2",
@@ -119,6 +126,49 @@ def test_help_and_a_space_instead_of_the_equals_sign(capsys):
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.train.__setitem__("steps", None), "config.train.steps=None: must not be None; its default is 100"),
+        (lambda c: c.train.__delitem__("steps"), "config.train.steps: is missing; its default is 100"),
+        (lambda c: c.train.__setitem__("stepz", 3), "config.train.stepz=3: there is no such field; did you mean"),
+        (lambda c: c.__delitem__("eval"), "config.eval.chunk: is missing"),
+        (lambda c: c.rollout.__setitem__("trained_steps", (True,)), "True is a bool, not an int"),
+        (
+            lambda c: c.reward.__setitem__("scorers", ("",)),
+            "config.reward.scorers=('',): must be names or FILE.py:Class",
+        ),
+        (lambda c: c.reward.weights.__setitem__("brightness", "high"), "must be a finite number"),
+    ],
+)
+def test_what_an_unlocked_config_can_still_get_wrong(change, message):
+    config = tiny.config()
+    with config.ignore_type(), config.unlocked():
+        change(config)
+    with pytest.raises(config_lib.ConfigError) as error:
+        config_lib.validate(config)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("saved", ["[1]", "{", "directory"])
+def test_a_damaged_config_json(tmp_path, saved):
+    path = tmp_path / "config.json"
+    path.mkdir() if saved == "directory" else path.write_text(saved)
+    with pytest.raises(config_lib.ConfigError, match=r"its config\.json is not JSON"):
+        config_lib.check_same_run(tiny.config(), tmp_path)
+
+
+def test_a_workdir_that_cannot_be_made_or_is_in_use(tmp_path):
+    (tmp_path / "file").touch()
+    for workdir in (tmp_path / "file", tmp_path / "file/below"):
+        with pytest.raises(config_lib.ConfigError, match="cannot be made or written"):
+            build.own_workdir(workdir)
+    held, in_use = build.own_workdir(tmp_path / "run"), pytest.raises(config_lib.ConfigError, match="is using it")
+    with held, in_use:
+        build.own_workdir(tmp_path / "run")
+    build.own_workdir(tmp_path / "run").close()
+
+
+@pytest.mark.parametrize(
     ("field", "value", "message"),
     [
         ("process.s_churn", 0.0, "config.rollout.trained_steps=(0, 2): step 0 has no noise with this process"),
@@ -164,9 +214,9 @@ def test_shipped_configs_are_valid(name):
     config_lib.validate(config_lib.load(str(ROOT / "configs" / name)))
 
 
-def bad_run(tmp_path, *arguments, env=None):
+def bad_run(tmp_path, *arguments, **options):
     """A run in a process of its own that must end with status 2 and one line on stderr. Returns the line."""
-    process = tiny.main(tmp_path / "run", *arguments, env=env, timeout=120)
+    process = tiny.main(tmp_path / "run", *arguments, timeout=120, **options)
     errors = [line for line in process.err.strip().splitlines() if line.startswith("error: ")]
     assert process.returncode == 2, process.err
     assert len(errors) == 1 and "Traceback" not in process.err
@@ -182,7 +232,7 @@ def test_what_only_the_run_can_find(tmp_path):
     assert f"config.data.path = '{tmp_path}/empty'" in line and "clips.npz" in line
 
     line = bad_run(tmp_path, f"--config.reward.env={tmp_path}/no_env")
-    assert f"python -m ddrl_jax.sidecar build --scorer digits --env {tmp_path}/no_env" in line
+    assert f"python -m ddrl_jax.sidecar build --scorer brightness --env {tmp_path}/no_env" in line
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -198,8 +248,14 @@ def test_what_only_the_run_can_find(tmp_path):
         given = ("--config.reward.launch=False", f"--config.reward.url={sidecar.url}")
         line = bad_run(tmp_path, *given, env={"DDRL_SIDECAR_TOKEN": "not it"})
         assert "reward.token" in line and "refuses it (401)" in line
-        line = bad_run(tmp_path, *given, "--config.reward.weights.brightness=0.")
-        assert "reward.weights" in line
+        wrong = tmp_path / "wrong_weight.py"
+        wrong.write_text(
+            "from tests import tiny\n\ndef get_config():\n    c = tiny.config()\n    with c.unlocked():\n"
+            "        c.reward.weights = {'brightness/nothing': 1.0}\n    return c\n"
+        )
+        line = bad_run(tmp_path, config_file=str(wrong))
+        assert "a real clip got no reward" in line and "brightness/nothing" in line
+        assert not (tmp_path / "run/config.json").exists()
     line = bad_run(tmp_path, "--config.reward.launch=False", f"--config.reward.url={sidecar.url}")
     assert "reward.url: no reward server at" in line
 
@@ -227,7 +283,7 @@ def test_what_may_differ_is_said_and_what_may_not_is_refused(tmp_path):
     assert config_lib.check_same_run(now, tmp_path) == []
     now.train.steps, now.checkpoint.keep, now.reward.url = 9, 5, "http://x"
     lines = config_lib.check_same_run(now, tmp_path)
-    assert len(lines) == 3 and "config.train.steps: 6 when the run was started, 9 now" in lines
+    assert len(lines) == 3 and "config.train.steps: 12 when the run was started, 9 now" in lines
     now.rollout.num_steps = 5
     with pytest.raises(config_lib.ConfigError, match=r"config\.rollout\.num_steps=5"):
         config_lib.check_same_run(now, tmp_path)

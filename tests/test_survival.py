@@ -20,6 +20,7 @@ import pytest
 
 from ddrl_jax import build, train
 from ddrl_jax.checkpoint.manager import Checkpoints
+from ddrl_jax.logbook import read_metrics
 
 from . import tiny
 
@@ -111,7 +112,7 @@ def test_killed_at_random_moments_and_inside_a_save(straight, tmp_path):
             break
     assert saving(), "no kill fell inside a save"
     for _ in range(5):
-        before, extra = count(), rng.random() * 1.5
+        before, extra = count(), rng.random() * 0.1
         moment = []
 
         def ready(before=before, extra=extra, moment=moment):
@@ -171,10 +172,9 @@ def test_stopped_inside_an_evaluation_no_line_is_lost(tmp_path, updates):
     assert [m["step"] for m in tiny.lines(workdir, "ddrl")] == [0, 1, 2]
     assert train.run(config, workdir, _StopsInTheEvaluation) is True
     assert [m["step"] for m in tiny.lines(workdir, "ddrl")] == list(range(TOTAL))
-    # Off-policy from the second update on: its ratio is not 1 any more.
-    off_policy = [m["ratio_max"] != 1.0 for m in tiny.lines(workdir, "ddrl")]
-    assert all(off_policy) if updates == 2 else not any(off_policy)
-    assert all(m["clip_fraction"] > 0 for m in tiny.lines(workdir, "ddrl")) == (updates == 2)
+    # The second update is off-policy, once the learning rate has warmed up: its ratio is not 1, and clipping bites.
+    clipped = [m["clip_fraction"] > 0 for m in tiny.lines(workdir, "ddrl")]
+    assert all(clipped[2:]) if updates == 2 else not any(clipped)
 
 
 def test_a_finished_run_says_so_and_train_steps_extends_it(straight, tmp_path):
@@ -259,7 +259,9 @@ def test_a_killed_sidecar_is_started_again_and_the_run_goes_on(tmp_path):
 
 
 class _Refuses(BaseHTTPRequestHandler):
-    """A reward server whose every task fails."""
+    """A reward server that rates the first batch, the check at the start, and fails on every other."""
+
+    pulls = 0
 
     def _answer(self, status, body):
         data = json.dumps(body).encode()
@@ -276,7 +278,19 @@ class _Refuses(BaseHTTPRequestHandler):
         if self.path.endswith("enqueue"):
             self._answer(200, {"uuid": "1"})
         elif self.path.endswith("pull"):
-            self._answer(422, {"detail": "the scorer is broken"})
+            _Refuses.pulls += 1
+            if _Refuses.pulls > 1:
+                return self._answer(422, {"detail": "the scorer is broken"})
+            self._answer(
+                200,
+                {
+                    "scores": {"brightness/overall": [0.0]},
+                    "input_info": {},
+                    "duration": "0",
+                    "decoded_duration": "0",
+                    "type": "brightness",
+                },
+            )
         else:
             self._answer(200, {})
 
@@ -297,3 +311,10 @@ def test_a_run_without_valid_rewards_stops_says_why_and_can_go_on(straight, tmp_
     assert [m["valid_rate"] for m in tiny.lines(workdir, "ddrl")] == [0.0, 0.0]
     assert [m["reward"] for m in tiny.lines(workdir, "ddrl")] == [None, None]
     assert (workdir / "checkpoints/ddrl/2").is_dir()
+
+
+def test_lines_that_are_none_are_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'{"stage": "ddrl", "step": 0}\n[1, 2]\n\xff\xfe\n{"step": 1}\n{"stage": "ddrl", "step": 1}\n{"stage": "dd'
+    )
+    assert [m["step"] for m in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]

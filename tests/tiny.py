@@ -33,7 +33,7 @@ def config():
     c.pretrain.steps, c.pretrain.batch_size = 4, 16
     c.rollout.conditions, c.rollout.group_size, c.rollout.num_steps = 2, 4, 4
     c.rollout.trained_steps = (0, 2)
-    c.train.steps, c.train.micro_batch, c.train.learning_rate = 6, 4, 1e-3
+    c.train.steps, c.train.micro_batch, c.train.learning_rate = 12, 4, 1e-3
     c.reward.scorers, c.reward.env, c.reward.timeout_s = ("brightness",), "this", 30.0
     c.eval.every, c.eval.clips, c.eval.clips_during, c.eval.heldout_clips = 3, 8, 4, 8
     c.eval.chunk, c.eval.num_steps, c.eval.judge_steps = 8, 4, 5

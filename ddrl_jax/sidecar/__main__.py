@@ -71,6 +71,9 @@ def train(args: argparse.Namespace) -> None:
 
 
 def serve(args: argparse.Namespace) -> None:
+    for name, least in (("threads", 1), ("queue", 1), ("max_body_mib", 1), ("grace", 0)):
+        if not getattr(args, name) >= least:
+            raise ValueError(f"{name.replace('_', '-')}: {getattr(args, name)}; must be at least {least}")
     token = ""
     if args.token_env:
         token = os.environ.pop(args.token_env, "")

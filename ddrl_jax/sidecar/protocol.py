@@ -155,8 +155,8 @@ def _parse_array(body: bytes | bytearray, start: int, media_type: str, limits: L
     axes = _AXES[media_type]
     if len(shape) != axes.count(",") + 1:
         raise ProtocolError(f"array: shape {shape} for media_type {media_type!r}; {axes} is needed")
-    if any(n < 1 for n in shape):
-        raise ProtocolError(f"array: shape {shape} has an empty axis")
+    if any(type(n) is not int or n < 1 for n in shape):
+        raise ProtocolError(f"array: shape {shape} has an empty axis, or one that is no whole number")
     if shape[0] > limits.batch:
         raise ProtocolError(f"array: batch of {shape[0]}; at most {limits.batch}", 413)
     elements = math.prod(shape)
