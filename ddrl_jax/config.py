@@ -16,7 +16,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
-# What may change between the first start of a run and a later one in the same workdir (DESIGN, failure rules).
+# What may change between the first start of a run and a later one in the same workdir.
 MAY_DIFFER = ("train.steps", "mesh", "log", "checkpoint", "monitor", "reward.url")
 
 PROCESS_FIELDS = {
@@ -487,6 +487,7 @@ def locate(argument: str) -> str:
 
 def load(file: str) -> ConfigDict:
     """The config that a file's get_config() returns. Raises ConfigError for whatever is wrong with the file."""
+    file = locate(f"--config={file}").removeprefix("--config=")
     try:
         config = runpy.run_path(file)["get_config"]()
     except Exception as error:  # A user's code: what it raises is not ours to foresee.

@@ -9,6 +9,7 @@ diffusion loss on scans and prompts that training never sees. Knows nothing of t
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from ddrl_jax.rl.signals import heldout_loss_signal, reward_slope_signal, reward
 
 JUDGE_CLIPS = 20_000  # rendered from the judge's own scans
 HELDOUT_DRAWS = 4  # noise levels a held-out clip
+SLOPE_UPDATES = 20  # fewer are too few to fit the reward's slope
 SHOWN = 64  # clips kept on disk for the report
 LABELS = {
     "reward": "Reward",
@@ -318,8 +320,11 @@ def _change(name: str, kind: str, mean: float, draws: np.ndarray, n: int, better
     }
 
 
-def summarise(config: ConfigDict, workdir: Path, *, config_file: str, command: str) -> dict[str, Any]:
-    """Writes summary.json, what the report is made of: before, after, changes, the three hacking signals (sec. 4.2)."""
+def summarise(config: ConfigDict, workdir: Path, *, config_file: str, arguments: list[str]) -> dict[str, Any]:
+    """Writes summary.json, what the report is made of: before, after, changes, the three hacking signals (sec. 4.2).
+
+    `arguments` of this call; the command that makes the run again has its final number of steps and trains.
+    """
     folders = sorted(p.parent for p in (workdir / "eval").glob("*/eval.json"))
     evaluations = [json.loads((p / "eval.json").read_text()) for p in folders]
     if folders and int(folders[0].name) != 0:
@@ -330,22 +335,29 @@ def summarise(config: ConfigDict, workdir: Path, *, config_file: str, command: s
     def column(rows: list[dict], name: str) -> np.ndarray:
         return np.array([np.nan if m.get(name) is None else m[name] for m in rows], np.float64)
 
+    steps = max((m["step"] + 1 for m in ddrl), default=0)
+    again = [a for a in arguments if not a.startswith(("--mode", "--config.train.steps="))]
+    if again != arguments or steps != config.train.steps:
+        again.append(f"--config.train.steps={steps}")
     signals = []
     if len(folders) > 1:
         losses = column([m for m in lines if m["stage"] == "eval"], "heldout_loss")
         signals = [
             heldout_loss_signal(losses, limit=config.monitor.heldout_loss_limit),
-            reward_slope_signal(column(ddrl, "reward"), unit=_first(column(ddrl, "reward_std"))),
+            # Over a few updates the slope is that of the prompts' noise.
+            reward_slope_signal(
+                column(ddrl if len(ddrl) >= SLOPE_UPDATES else [], "reward"), unit=_first(column(ddrl, "reward_std"))
+            ),
             reward_std_signal(column(ddrl, "reward_std")),
         ]
     device = jax.devices()[0]
     summary = {
         "title": f"{config.objective.name} on moving digits",
         "config_file": config_file,
-        "command": command,
+        "command": shlex.join(["python", "-m", "ddrl_jax.main", *again]),
         "run": {
             "method": config.objective.name,
-            "steps": max((m["step"] + 1 for m in ddrl), default=0),
+            "steps": steps,
             "rollouts": config.rollout.conditions * config.rollout.group_size,
             "seconds": float(np.nansum(column(lines, "seconds"))),
             "hardware": f"{jax.device_count()} x {device.device_kind}",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,8 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         done = train.run(config, folder, evaluate.Evaluator) if mode == "train" else evaluate.run(config, folder)
         if done and jax.process_index() == 0:
-            command = shlex.join(["python", "-m", "ddrl_jax.main", *argv[1:]])
-            evaluate.summarise(config, folder, config_file=file, command=command)
+            evaluate.summarise(config, folder, config_file=file, arguments=argv[1:])
             print(f"report: {report.write_report(folder)}")
     except config_lib.ConfigError as error:
         return _complain(error)

@@ -1,6 +1,6 @@
 """The run, read top to bottom: set-up, sidecar, pre-training, DDRL, the end. The libraries below never import it.
 
-One iteration of DDRL (paper, sec. 4; DESIGN "One iteration"): jitted rollout -> x0 to the sidecar -> the data-loss
+One iteration of DDRL (paper, sec. 4): jitted rollout -> x0 to the sidecar -> the data-loss
 gradient while rewards are computed -> rewards -> advantages -> the policy gradient, accumulated over trained steps and
 micro-batches -> one clipped AdamW step -> EMA. Everything random is fold_in(key, step) and the data of step n is a pure
 function of (seed, n), so the step is all that a resumed run needs to know.
@@ -349,7 +349,7 @@ def reinforce(
             metrics["data_loss"] = data_metrics["data_loss"]
         if t is not None:
             adv_B = group_advantages(reward_B, group, valid_B, **config.advantage)
-            # Groups with fewer than two valid members say nothing about their order (DESIGN, failure rules).
+            # Groups with fewer than two valid members say nothing about their order.
             valid = valid_B & jnp.isfinite(reward_B)
             alive = jnp.repeat(valid.reshape(-1, group).sum(1) >= 2, group)
             policy_loss, policy_metrics, policy_grads = policy_gradient(
@@ -530,7 +530,7 @@ def _check_finite(in_a_row: int, limit: int) -> None:
 
 
 def _check_replay(config: ConfigDict, setup: build.Setup, params: Any, trajectory: Trajectory, context: Any) -> None:
-    """The first update's policy must be the rollout's: DESIGN "One iteration"."""
+    """The first update's policy must be the rollout's: max |mean - mean_old| of a recorded step within 1e-3 std."""
     limit = 1e-3 if config.model.dtype == "float32" else 5e-2
     gap_K = np.asarray(jax.jit(lambda p, t, c: replay_gap(p, t, c, setup))(params, trajectory, context))
     if not gap_K.max() <= limit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ class Checkpoints:
             read_only=read_only,
         )
         self.folder = folder.absolute()
+        # Orbax warns that a read-only manager is read-only.
+        logging.getLogger("absl").setLevel(logging.ERROR)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
         self._config = config or {}
         self._unreadable: set[int] = set()  # steps that `restore` gave up on

@@ -56,6 +56,12 @@ def interpreter(env: str, scorer: str) -> Path:
         raise ConfigurationFault(
             f"reward.env: there is no environment in {folder}; make it with: {build_command(scorer, folder)}"
         )
+    for link in folder.glob("lib/python*/site-packages/ddrl_jax"):
+        if link.is_symlink() and link.resolve() != Path(__file__).resolve().parents[1]:
+            raise ConfigurationFault(
+                f"reward.env: {folder} is linked to another copy of ddrl_jax, {link.resolve().parent}; link it to this "
+                f"one with: {build_command(scorer, folder)}"
+            )
     return python
 
 
