@@ -81,7 +81,7 @@ class Evaluator:
                 seed=self.config.eval.seed,
                 steps=self.config.eval.judge_steps,
             )
-        judge.save(path)
+            judge.save(path)  # waits for the fit, so that the time said is the fit's
         return judge
 
     # ---------------------------------------------------------------------------------------- jitted
