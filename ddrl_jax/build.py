@@ -13,7 +13,7 @@ import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import jax
 import numpy as np
@@ -23,9 +23,10 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from ddrl_jax import rewards, state
-from ddrl_jax.config import PROCESS_FIELDS, ConfigError
+from ddrl_jax.config import PROCESS_FIELDS, RATIO_OBJECTIVES, ConfigError
 from ddrl_jax.data import digits
-from ddrl_jax.diffusion.process import DanceSDE, EDMChurn, FlowSDE
+from ddrl_jax.diffusion.guidance import Denoiser, guided
+from ddrl_jax.diffusion.process import DanceSDE, EDMChurn, FlowCPS, FlowSDE
 from ddrl_jax.logbook import Logbook
 from ddrl_jax.models.cosmos_dit import CosmosDiT, CosmosDiTConfig
 from ddrl_jax.models.denoiser import CosmosDenoiser, cosmos_denoiser
@@ -34,9 +35,17 @@ from ddrl_jax.models.word_table import WordTable
 from ddrl_jax.parallel import mesh as mesh_lib
 from ddrl_jax.rl.objective import Objective, dance_grpo, ddrl, flow_grpo
 
-PROCESSES = {"edm_churn": EDMChurn, "flow_sde": FlowSDE, "dance_sde": DanceSDE}
+PROCESSES = {"edm_churn": EDMChurn, "flow_sde": FlowSDE, "dance_sde": DanceSDE, "flow_cps": FlowCPS}
+AnyProcess = EDMChurn | FlowSDE | DanceSDE | FlowCPS
 SCORER_CLIPS = 12_000
-PRESETS = {"ddrl": ddrl, "dance_grpo": dance_grpo, "flow_grpo": flow_grpo}
+PRESETS = {
+    "ddrl": ddrl,
+    "dance_grpo": dance_grpo,
+    "flow_grpo": flow_grpo,
+    "nft": Objective,  # DiffusionNFT: `rl.nft.nft_loss`; of these only kl_beta, loss_scale and the data loss apply
+    "rft": Objective,  # best-of-n rejection fine-tuning: the diffusion loss on each group's best rollout
+    "sft": functools.partial(Objective, data_beta=1.0),  # the data loss alone
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +56,24 @@ class Setup:
     codec: Unshuffle
     table: WordTable
     denoise: CosmosDenoiser
-    process: EDMChurn | FlowSDE | DanceSDE
+    process: AnyProcess
     objective: Objective
     latent_shape: tuple[int, ...]
+    rollout_guidance: float = 0.0
+    train_guidance: float = 0.0
+
+    @property
+    def rollout_denoise(self) -> Denoiser:
+        """What rolls out: the network under rollout.guidance."""
+        return self._guided(self.denoise, self.rollout_guidance)
+
+    @property
+    def policy_denoise(self) -> Denoiser:
+        """What is trained by the policy term: under train.guidance. The data loss is never guided."""
+        return self._guided(self.denoise, self.train_guidance)
+
+    def _guided(self, denoise: Denoiser, scale: float) -> Denoiser:
+        return denoise if scale == 0 else guided(denoise, scale, self.null_cond)
 
     def context(self, captions: list[str]) -> np.ndarray:
         """Captions -> (N, S, D) float32 text features."""
@@ -91,13 +115,26 @@ def build(config: ConfigDict) -> Setup:
         mesh=mesh,
         codec=codec,
         table=table,
-        denoise=cosmos_denoiser(
-            _graphdef(config), use_rf_ckpts=True, level="edm" if config.process.name == "edm_churn" else "flow"
-        ),
+        denoise=_denoiser(config, config.process.name),
         process=build_process(config),
         objective=build_objective(config),
         latent_shape=(config.codec.factor**2, config.data.frames, side, side),
+        rollout_guidance=config.rollout.guidance,
+        train_guidance=config.train.guidance,
     )
+
+
+def evaluation(config: ConfigDict, setup: Setup) -> tuple[Denoiser, AnyProcess]:
+    """Denoiser and process of the evaluations: eval.process, or the run's own; the denoiser is not guided."""
+    if not config.eval.process.name:
+        return setup.denoise, setup.process
+    return _denoiser(config, config.eval.process.name), _process(config.eval.process, "eval.process")
+
+
+def _denoiser(config: ConfigDict, process: str) -> CosmosDenoiser:
+    """The network under a process's own level: the same network serves them all."""
+    level: Literal["edm", "flow"] = "edm" if process == "edm_churn" else "flow"
+    return cosmos_denoiser(_graphdef(config), use_rf_ckpts=True, level=level)
 
 
 def _model_config(config: ConfigDict) -> CosmosDiTConfig:
@@ -123,28 +160,46 @@ def init_params(config: ConfigDict, setup: Setup, key: jax.Array) -> Any:
     return jax.jit(init, out_shardings=shardings)(key)
 
 
-def build_process(config: ConfigDict) -> EDMChurn | FlowSDE | DanceSDE:
-    given = {f: config.process[f] for f in PROCESS_FIELDS[config.process.name] if config.process[f] is not None}
+def _process(section: ConfigDict, where: str) -> AnyProcess:
+    given = {f: section[f] for f in PROCESS_FIELDS[section.name] if section[f] is not None}
     try:
-        process = PROCESSES[config.process.name](**given)
+        return PROCESSES[section.name](**given)
+    except ValueError as error:
+        raise ConfigError(f"config.{where}: {error}") from error
+
+
+def build_process(config: ConfigDict) -> AnyProcess:
+    """The rollouts' process; every step that may be trained must be stochastic where something trains on steps."""
+    process = _process(config.process, "process")
+    try:
         stds = process.step_stds(config.rollout.num_steps)
     except ValueError as error:
         raise ConfigError(f"config.process: {error}") from error
-    still = [step for step in config.rollout.trained_steps if not stds[step] > 0]
+    if config.objective.name not in RATIO_OBJECTIVES:
+        return process
+    field = "rollout.trained_steps" if config.rollout.steps == "fixed" else "rollout.steps"
+    value = tuple(config.rollout.trained_steps) if config.rollout.steps == "fixed" else config.rollout.steps
+    still = [step for step in trainable_steps(config) if not stds[step] > 0]
     if still:
         raise ConfigError(
-            f"config.rollout.trained_steps={tuple(config.rollout.trained_steps)}: step {still[0]} has no noise with "
+            f"config.{field}={value!r}: step {still[0]} has no noise with "
             "this process (std 0), and so no policy gradient; raise its s_churn, s_noise, noise_level or eta above 0"
         )
     return process
 
 
+def trainable_steps(config: ConfigDict) -> tuple[int, ...]:
+    """The solver steps that are, or may be drawn to be, trained: the fixed ones, or all but the last."""
+    if config.rollout.steps == "fixed":
+        return tuple(config.rollout.trained_steps)
+    return tuple(range(config.rollout.num_steps - 1))
+
+
 def build_objective(config: ConfigDict) -> Objective:
-    """The preset with the fields that are not None. "sft" is the data loss alone: no rollout term is asked for."""
+    """The preset with the fields that are not None."""
     given = {f: v for f, v in config.objective.items() if f != "name" and v is not None}
-    presets = PRESETS | {"sft": functools.partial(Objective, data_beta=1.0)}
     try:
-        return presets[config.objective.name](**given)
+        return PRESETS[config.objective.name](**given)
     except ValueError as error:
         raise ConfigError(f"config.objective: {error}") from error
 
@@ -161,12 +216,12 @@ def ema_exponent(section: ConfigDict) -> float | None:
 
 
 def train_state(
-    setup: Setup, params: Any, optimizer: optax.GradientTransformation, exponent: float | None
+    setup: Setup, params: Any, optimizer: optax.GradientTransformation, exponent: float | None, *, old: bool = False
 ) -> state.TrainState:
-    """A state at step 0 whose every leaf is sharded by the mesh's rule."""
+    """A state at step 0 whose every leaf is sharded by the mesh's rule; `old`: with an old policy (DiffusionNFT)."""
 
     def init(p: Any) -> state.TrainState:
-        return state.init_state(p, optimizer, ema=exponent is not None)
+        return state.init_state(p, optimizer, ema=exponent is not None, old=old)
 
     shardings = mesh_lib.fsdp_sharding(setup.mesh, jax.eval_shape(init, params))
     return jax.jit(init, out_shardings=shardings)(params)
@@ -273,7 +328,31 @@ def _try_rewards(config: ConfigDict, client: rewards.RewardClient) -> None:
 
 
 def total_reward(scores: rewards.Scores, config: ConfigDict) -> tuple[np.ndarray, np.ndarray]:
-    """(reward (B,) float32, valid (B,)) of a batch; all invalid where nothing came back."""
+    """(reward (B,) float32, valid (B,)) of a batch: the weighted sum; all invalid where nothing came back."""
     if not scores.scores:
         return np.full(len(scores.valid), np.nan, np.float32), scores.valid
     return rewards.total_reward(scores.scores, config.reward.weights.to_dict())
+
+
+def training_rewards(
+    scores: rewards.Scores, config: ConfigDict
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, float]]:
+    """What advantages are made of: rewards (R, B) and their weights (R,) float32, valid (B,), metrics.
+
+    One row with reward.mix "sum", one a weighted sub-score with "normalised"; after the gates: a sample that fails one
+    counts as its group's worst.
+    """
+    total, valid = total_reward(scores, config)
+    rows, weights = total[None], np.ones(1, np.float32)
+    if config.reward.mix == "normalised":
+        given = config.reward.weights.to_dict()
+        names = rewards.weighted_names(given, scores.scores) if scores.scores else {n: w for n, w in given.items() if w}
+        weights = np.array(list(names.values()), np.float32)
+        rows = np.stack([scores.scores.get(n, np.full(len(valid), np.nan)) for n in names])
+    metrics: dict[str, float] = {}
+    if config.reward.gates and scores.scores:
+        passed, known = rewards.passes_gates(scores.scores, config.reward.gates.to_dict())
+        valid = valid & known
+        rows = rewards.gated(rows, passed, valid, config.rollout.group_size)
+        metrics["gate_rate"] = float(passed[valid].mean()) if valid.any() else float("nan")
+    return np.asarray(rows, np.float32), weights, valid, metrics

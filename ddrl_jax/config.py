@@ -17,7 +17,7 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 # What may change between the first start of a run and a later one in the same workdir.
-MAY_DIFFER = ("train.steps", "mesh", "log", "checkpoint", "monitor", "reward.url")
+MAY_DIFFER = ("train.steps", "mesh", "log", "checkpoint", "monitor", "reward.url", "prepare", "study")
 
 PROCESS_FIELDS = {
     "edm_churn": [
@@ -26,8 +26,10 @@ PROCESS_FIELDS = {
     ],
     "flow_sde": ["noise_level", "shift"],
     "dance_sde": ["eta", "shift"],
+    "flow_cps": ["noise_level", "shift"],
 }
-OBJECTIVES = ("ddrl", "dance_grpo", "flow_grpo", "sft")
+OBJECTIVES = ("ddrl", "dance_grpo", "flow_grpo", "nft", "rft", "sft")
+RATIO_OBJECTIVES = ("ddrl", "dance_grpo", "flow_grpo")  # those with a policy gradient on recorded steps
 
 
 class ConfigError(ValueError):
@@ -39,6 +41,18 @@ def _optional(kind: type) -> Any:
     return config_dict.placeholder(kind)
 
 
+def _process(name: str) -> dict[str, Any]:
+    """A process block; None is the process's own value."""
+    return {
+        "name": name,
+        **{field: _optional(float) for field in PROCESS_FIELDS["edm_churn"] if field != "solver"},
+        "solver": _optional(str),
+        "noise_level": _optional(float),
+        "shift": _optional(float),
+        "eta": _optional(float),
+    }
+
+
 def default() -> ConfigDict:
     """Every field there is. Sizes are those of a laptop; recipes in `configs/` change them."""
     config = ConfigDict(
@@ -46,7 +60,8 @@ def default() -> ConfigDict:
             "seed": 0,
             "data": {
                 "name": "digits",  # the built-in moving handwritten digits
-                "path": "",  # a folder with the clips.npz that data.digits.write_clips makes; "" renders them
+                "path": "",  # a folder with a clips.npz, such as --mode=prepare writes; "" renders real ones
+                "limit": 0,  # train on the first so many clips only; 0 is all
                 "frames": 4,
                 "size": 12,  # pixels, both edges
             },
@@ -62,19 +77,19 @@ def default() -> ConfigDict:
                 "dtype": "float32",  # of the compute; parameters are always float32
                 "remat": "none",  # none | full
             },
-            "process": {
-                "name": "edm_churn",
-                **{name: _optional(float) for name in PROCESS_FIELDS["edm_churn"] if name != "solver"},
-                "solver": _optional(str),
-                "noise_level": _optional(float),
-                "shift": _optional(float),
-                "eta": _optional(float),
-            },
+            "process": _process("edm_churn"),
             "rollout": {
                 "conditions": 8,  # conditions (prompts) an iteration
                 "group_size": 8,  # rollouts a condition
                 "num_steps": 20,
-                "trained_steps": tuple(range(0, 19, 2)),  # every other step (paper, practice section)
+                "steps": "fixed",  # which steps are trained: fixed | random (DanceGRPO) | window (MixGRPO)
+                "trained_steps": tuple(range(0, 19, 2)),  # of "fixed": every other step (paper, practice section)
+                "random_fraction": 0.6,  # of "random": so many of the first T-1, drawn anew every iteration
+                "window": 4,  # of "window": consecutive stochastic steps; the others are the ODE's
+                "window_every": 25,  # iterations until the window moves on by a step
+                "same_noise": False,  # a group's rollouts share their start noise
+                "guidance": 0.0,  # of the rollouts: cond + guidance * (cond - null)
+                "ema": False,  # roll out with the EMA's weights
             },
             "objective": {
                 "name": "ddrl",
@@ -90,7 +105,22 @@ def default() -> ConfigDict:
                 "data_levels": _optional(str),
                 "cond_dropout": _optional(float),
             },
-            "advantage": {"std": "group", "ddof": 1, "eps": 1e-4, "reward_clip": 5.0},
+            "advantage": {
+                "kind": "group",  # group: (r - mean)/std | partition: (r - Z)/beta, Eq. 8's (needs reference rollouts)
+                "std": "group",  # of "group": group | batch (FlowGRPO's global one)
+                "ddof": 1,
+                "eps": 1e-4,
+                "reward_clip": 5.0,
+                "beta": 1.0,  # of "partition": the reward's temperature
+                "best_of": 0,  # train on the best_of/2 best and worst of a group only; 0 is all
+            },
+            "nft": {
+                "beta": 1.0,  # strength of the implicit guidance
+                "adv_clip": 5.0,  # the advantage that counts as certainly good
+                "decay_rate": 1e-3,  # of the old policy: it keeps min(decay_rate * update, decay_max) of itself
+                "decay_max": 0.5,
+                "draws": 1,  # noise levels a sample
+            },
             "pretrain": {
                 "steps": 0,
                 "batch_size": 64,
@@ -100,7 +130,8 @@ def default() -> ConfigDict:
                 "grad_clip": 1.0,
                 "ema_rate": 0.1,
                 "cond_dropout": 0.1,
-                "from_run": "",  # workdir of a run whose pre-trained weights to start from, instead of pre-training
+                "from_run": "",  # workdir of a run whose weights (EMA) to start from, instead of pre-training
+                "from_stage": "pretrain",  # which of that run's: pretrain | ddrl (its last, such as SFT's)
             },
             "train": {
                 "steps": 100,  # RL iterations
@@ -114,6 +145,7 @@ def default() -> ConfigDict:
                 "weight_decay": 1e-4,
                 "grad_clip": 1.0,
                 "ema_rate": 0.1,  # relative width of the power-function EMA; 0 turns it off
+                "guidance": 0.0,  # of the trained policy; the rollouts' is rollout.guidance
                 "max_skipped_in_a_row": 10,  # steps with a non-finite loss, gradient or update, before the run stops
             },
             "reward": {
@@ -129,6 +161,8 @@ def default() -> ConfigDict:
                         "digits/motion_quality": 1.0,
                     }
                 ),
+                "mix": "sum",  # sum: weighted sum | normalised: each within its group, then weighted
+                "gates": ConfigDict({}),  # "scorer/sub-score": minimum; a sample below counts as its group's worst
                 "port": 0,  # of a launched sidecar; 0 takes a free one
                 "timeout_s": 60.0,
                 "retries": 3,
@@ -147,10 +181,25 @@ def default() -> ConfigDict:
                 "chunk": 120,  # clips a compiled call
                 "judge_steps": 800,
                 "seed": 1234,
+                "process": _process(""),  # of the evaluations' sampler and held-out loss; "" is the run's own
             },
             "checkpoint": {"every": 50, "keep": 2, "pretrain_every": 500},
             "log": {"every": 1, "tensorboard": True, "wandb": ""},  # wandb: a project's name, "" off
-            "monitor": {"heldout_loss_limit": 0.10},
+            "monitor": {
+                "on_hacking": "warn",  # warn | stop | rollback (to the last clean evaluation, and stop there)
+                "heldout_loss_limit": 0.10,
+                "reward_slope_limit": 0.02,
+                "reward_std_limit": 0.25,
+                "sub_score_limit": 0.25,
+                "image_limit": 0.15,
+            },
+            "prepare": {"clips": 4096, "guidance": 0.0, "out": ""},  # --mode=prepare: synthetic clips of the base
+            "study": {  # --mode=study
+                "base": "",  # workdir of a finished base; "" trains it
+                "seeds": (0,),
+                "workers": 2,  # arms at once, each pinned to its share of the cores
+                "arms": ConfigDict({}),  # name -> {label, group, set: {a part of a config}}
+            },
             "mesh": {"replica": 1, "fsdp": -1, "context": 1},  # -1: all remaining devices
         }
     )
@@ -185,6 +234,8 @@ def validate(config: ConfigDict) -> None:
     at_least(0, "train.steps", "pretrain.steps", "train.learning_rate", "pretrain.learning_rate")
     at_least(0, "train.warmup_steps", "pretrain.warmup_steps", "train.ema_rate", "pretrain.ema_rate")
     at_least(0, "reward.retries", "reward.port", "eval.judge_steps", "seed", "eval.seed")
+    at_least(0, "data.limit", "advantage.best_of")
+    at_least(1, "rollout.window", "rollout.window_every", "nft.draws", "prepare.clips", "study.workers")
     at_least(2, "rollout.group_size", "eval.clips", "eval.clips_during", "eval.heldout_clips")
     _require(
         0 < config.reward.timeout_s <= 86_400,
@@ -253,8 +304,14 @@ def validate(config: ConfigDict) -> None:
     )
     _require(config.model.remat in ("none", "full"), "model.remat", config.model.remat, "must be none or full")
 
-    _validate_process(config)
+    _validate_process(config.process, "process")
+    if config.eval.process.name:
+        _validate_process(config.eval.process, "eval.process")
+    else:
+        for field, value in config.eval.process.items():
+            _require(not value, f"eval.process.{field}", value, "needs eval.process.name")
     _validate_rollout(config)
+    _validate_methods(config)
 
     _require(
         config.objective.name in OBJECTIVES,
@@ -320,13 +377,17 @@ _UNBOUNDED |= {"objective.clip_range", "objective.adv_clip"}
 def _validate_schema(config: ConfigDict) -> None:
     """Every field is there, none is unknown (an unlocked block takes any name), none is None or nan that may not."""
     known, given = flatten(default().to_dict()), flatten(config.to_dict())
-    weights = "reward.weights"
-    for field in sorted(f for f in known.keys() - given.keys() if not f.startswith(weights)):
+    numbers, free = ("reward.weights", "reward.gates"), ("study.arms",)
+    for field in sorted(f for f in known.keys() - given.keys() if not f.startswith((*numbers, *free))):
         raise ConfigError(f"config.{field}: is missing; its default is {known[field]!r}")
     for field, value in given.items():
-        if field.startswith(weights):
+        if field.startswith(free):
+            continue  # checked by study.py, arm by arm
+        if field in numbers and not value:
+            continue
+        if field.startswith(numbers):
             number = isinstance(value, int | float) and math.isfinite(value)
-            _require(number, field, value, "must be a finite number, the weight of one sub-score")
+            _require(number, field, value, "must be a finite number, one a sub-score")
             continue
         if field not in known:
             close = difflib.get_close_matches(field, known, n=1, cutoff=0.4)
@@ -339,15 +400,14 @@ def _validate_schema(config: ConfigDict) -> None:
             _require(math.isfinite(value) or field in _UNBOUNDED, field, value, "must be finite")
 
 
-def _validate_process(config: ConfigDict) -> None:
-    process = config.process
+def _validate_process(process: ConfigDict, where: str) -> None:
     _require(
-        process.name in PROCESS_FIELDS, "process.name", process.name, "must be one of " + ", ".join(PROCESS_FIELDS)
+        process.name in PROCESS_FIELDS, f"{where}.name", process.name, "must be one of " + ", ".join(PROCESS_FIELDS)
     )
     for field, value in process.items():
         _require(
             field == "name" or value is None or field in PROCESS_FIELDS[process.name],
-            f"process.{field}",
+            f"{where}.{field}",
             value,
             f"is not a field of {process.name}, whose fields are {', '.join(PROCESS_FIELDS[process.name])}",
         )
@@ -356,30 +416,136 @@ def _validate_process(config: ConfigDict) -> None:
         high = 200.0 if process.sigma_max is None else process.sigma_max
         _require(
             0 < low < high,
-            "process.sigma_min",
+            f"{where}.sigma_min",
             process.sigma_min,
-            f"must be above 0 and below process.sigma_max={high:g}",
+            f"must be above 0 and below {where}.sigma_max={high:g}",
         )
         for field in ("rho", "train_std", "train_multiplier"):
             _require(
-                process[field] is None or process[field] > 0, f"process.{field}", process[field], "must be above 0"
+                process[field] is None or process[field] > 0, f"{where}.{field}", process[field], "must be above 0"
             )
         share = process.high_sigma_ratio
-        _require(share is None or 0 <= share <= 1, "process.high_sigma_ratio", share, "must be between 0 and 1")
+        _require(share is None or 0 <= share <= 1, f"{where}.high_sigma_ratio", share, "must be between 0 and 1")
         _require(
             process.solver in (None, "2ab", "1euler", "2mid"),
-            "process.solver",
+            f"{where}.solver",
             process.solver,
             "must be 2ab, 1euler or 2mid",
         )
 
 
+def _validate_methods(config: ConfigDict) -> None:
+    """What the methods need of each other's fields."""
+    name, ro, adv = config.objective.name, config.rollout, config.advantage
+    _require(adv.kind in ("group", "partition"), "advantage.kind", adv.kind, "must be group or partition")
+    _require(adv.beta > 0, "advantage.beta", adv.beta, "must be above 0")
+    _require(
+        adv.best_of % 2 == 0 and adv.best_of <= ro.group_size,
+        "advantage.best_of",
+        adv.best_of,
+        f"must be even and at most rollout.group_size={ro.group_size}; 0 trains on all",
+    )
+    _require(
+        adv.best_of == 0 or name in (*RATIO_OBJECTIVES, "nft"),
+        "advantage.best_of",
+        adv.best_of,
+        f"must be 0 for {name}, which weighs no rollouts",
+    )
+    _require(
+        adv.kind == "group" or name in RATIO_OBJECTIVES,
+        "advantage.kind",
+        adv.kind,
+        f"must be group for {name}",
+    )
+    _require(
+        adv.kind == "group" or config.reward.mix == "sum",
+        "reward.mix",
+        config.reward.mix,
+        "must be sum for advantage.kind=partition, whose reward is one number",
+    )
+    _require(config.reward.mix in ("sum", "normalised"), "reward.mix", config.reward.mix, "must be sum or normalised")
+    _require(
+        not ro.ema or config.train.ema_rate > 0,
+        "rollout.ema",
+        ro.ema,
+        "needs an EMA: train.ema_rate above 0",
+    )
+    _require(not ro.ema or name != "nft", "rollout.ema", ro.ema, "must be False for nft: its old policy rolls out")
+    _require(
+        ro.guidance == config.train.guidance
+        or name not in RATIO_OBJECTIVES
+        or (config.train.updates_per_rollout == 1 and not ro.ema),
+        "train.guidance",
+        config.train.guidance,
+        f"must be rollout.guidance={ro.guidance:g} when a rollout serves several updates or comes from the EMA: "
+        "the ratio would compare two different policies",
+    )
+    _require(config.nft.beta > 0, "nft.beta", config.nft.beta, "must be above 0")
+    _require(config.nft.adv_clip > 0, "nft.adv_clip", config.nft.adv_clip, "must be above 0")
+    _require(config.nft.decay_rate >= 0, "nft.decay_rate", config.nft.decay_rate, "must be at least 0")
+    _require(0 <= config.nft.decay_max < 1, "nft.decay_max", config.nft.decay_max, "must be at least 0 and below 1")
+    beta = config.objective.data_beta
+    _require(
+        name != "rft" or config.objective.data_levels in (None, "training"),
+        "objective.data_levels",
+        config.objective.data_levels,
+        "must be training for rft, which records no steps",
+    )
+    _require(
+        name != "nft" or not beta or config.objective.data_levels in (None, "training"),
+        "objective.data_levels",
+        config.objective.data_levels,
+        "must be training for nft, which records no steps",
+    )
+    monitor = config.monitor
+    _require(
+        monitor.on_hacking in ("warn", "stop", "rollback"),
+        "monitor.on_hacking",
+        monitor.on_hacking,
+        "must be warn, stop or rollback",
+    )
+    _require(
+        config.pretrain.from_stage in ("pretrain", "ddrl"),
+        "pretrain.from_stage",
+        config.pretrain.from_stage,
+        "must be pretrain or ddrl",
+    )
+    _require(
+        config.pretrain.from_stage == "pretrain" or bool(config.pretrain.from_run),
+        "pretrain.from_stage",
+        config.pretrain.from_stage,
+        "needs pretrain.from_run, the run whose last weights to start from",
+    )
+
+
 def _validate_rollout(config: ConfigDict) -> None:
     rollout, train = config.rollout, config.train
     batch = rollout.conditions * rollout.group_size
-    last = rollout.num_steps - (2 if config.process.name == "edm_churn" else 1)
+    ends_still = config.process.name in ("edm_churn", "flow_cps")  # no noise after the last step
+    last = rollout.num_steps - (2 if ends_still else 1)
     steps = tuple(rollout.trained_steps)
-    why = "; the last step of edm_churn has no noise after it" if config.process.name == "edm_churn" else ""
+    _require(
+        rollout.steps in ("fixed", "random", "window"),
+        "rollout.steps",
+        rollout.steps,
+        "must be fixed, random or window",
+    )
+    _require(0 < rollout.random_fraction <= 1, "rollout.random_fraction", rollout.random_fraction, "must be in (0, 1]")
+    _require(
+        rollout.steps != "window" or config.process.name != "edm_churn",
+        "rollout.steps",
+        rollout.steps,
+        "needs a flow process (flow_sde, dance_sde or flow_cps): edm_churn noises before its step",
+    )
+    _require(
+        rollout.steps != "window" or rollout.window <= rollout.num_steps - 1,
+        "rollout.window",
+        rollout.window,
+        f"must be at most rollout.num_steps - 1 = {rollout.num_steps - 1}",
+    )
+    if rollout.steps != "fixed":
+        steps = ()
+    why = f"; the last step of {config.process.name} has no noise after it" if ends_still else ""
     for step in steps:
         whole = isinstance(step, int) and not isinstance(step, bool)
         _require(whole, "rollout.trained_steps", steps, f"{step!r} is a {type(step).__name__}, not an int")
@@ -390,7 +556,12 @@ def _validate_rollout(config: ConfigDict) -> None:
             f"{step} is outside the schedule: with rollout.num_steps={rollout.num_steps} "
             f"steps 0 to {last} can be trained{why}",
         )
-    _require(len(steps) > 0 and len(set(steps)) == len(steps), "rollout.trained_steps", steps, "must be distinct")
+    _require(
+        rollout.steps != "fixed" or (len(steps) > 0 and len(set(steps)) == len(steps)),
+        "rollout.trained_steps",
+        tuple(rollout.trained_steps),
+        "must be distinct",
+    )
     _require(
         train.micro_batch % rollout.group_size == 0,
         "rollout.group_size",
@@ -434,7 +605,10 @@ def to_json(config: ConfigDict) -> str:
 
 def differences(config: ConfigDict, saved: dict) -> list[tuple[str, Any, Any]]:
     """(field, saved value, value now) of every field that differs; tuples and lists are equal, as in JSON."""
-    now, then = flatten(json.loads(to_json(config))), flatten(saved)
+    # A run of an older version has the default in a field that did not exist then.
+    known = flatten(json.loads(to_json(default())))
+    now = flatten(json.loads(to_json(config)))
+    then = {f: v for f, v in known.items() if f in now and not f.startswith("reward.weights")} | flatten(saved)
     return [(f, then.get(f), now.get(f)) for f in sorted(now | then) if now.get(f) != then.get(f)]
 
 

@@ -23,16 +23,16 @@ from ddrl_jax import build, rewards
 from ddrl_jax.checkpoint.manager import Checkpoints, UnreadableError
 from ddrl_jax.config import ConfigError, check_same_run
 from ddrl_jax.data import digits, pipeline
+from ddrl_jax.data.image_statistics import image_statistics
 from ddrl_jax.diffusion.guidance import guided
 from ddrl_jax.diffusion.loss import diffusion_loss
 from ddrl_jax.diffusion.sampler import sample
 from ddrl_jax.logbook import Logbook, read_metrics, write_text
 from ddrl_jax.models.digit_judge import Judge, fit_judge, frechet_distance
-from ddrl_jax.rl.signals import heldout_loss_signal, reward_slope_signal, reward_std_signal
+from ddrl_jax.monitor import read_signals
 
 JUDGE_CLIPS = 20_000  # rendered from the judge's own scans
 HELDOUT_DRAWS = 4  # noise levels a held-out clip
-SLOPE_UPDATES = 20  # fewer are too few to fit the reward's slope
 SHOWN = 64  # clips kept on disk for the report
 LABELS = {
     "reward": "Reward",
@@ -52,6 +52,7 @@ class Evaluator:
         self.config, self.setup, self.client, self.book = config, setup, client, book
         self.folder = workdir / "eval"
         self._key = jax.random.key(config.eval.seed)
+        self._denoise, self._process = build.evaluation(config, setup)
         count, shape = config.eval.clips, {"frames": config.data.frames, "size": config.data.size}
         self._prompts = pipeline.evaluation_prompts(count)
         self._judge = self._fitted_judge(workdir / "judge.npz", shape)
@@ -92,7 +93,7 @@ class Evaluator:
         draws = (config.num_steps + 1, *setup.latent_shape)
         keys = jax.vmap(lambda i: jax.random.fold_in(self._key, i))(index_B)
         noise_BNX = jax.vmap(lambda k: jax.random.normal(k, draws))(keys)
-        denoise: Any = setup.denoise
+        denoise: Any = self._denoise
         if config.guidance != 0:
             denoise = guided(denoise, config.guidance, setup.null_cond)
         x0, _ = sample(
@@ -100,7 +101,7 @@ class Evaluator:
             self._key,  # every draw is given
             build.cond(context_BSD),
             denoise=denoise,
-            process=setup.process,
+            process=self._process,
             shape=(index_B.shape[0], *setup.latent_shape),
             num_steps=config.num_steps,
             record=(),
@@ -110,7 +111,7 @@ class Evaluator:
 
     def _loss_chunk(self, params: Any, index_B: jax.Array, x0_BX: jax.Array, context_BSD: jax.Array) -> jax.Array:
         """Weighted diffusion loss (B,) of held-out clips, averaged over HELDOUT_DRAWS levels of the training law."""
-        process = self.setup.process
+        process = self._process
         keys = jax.vmap(lambda i: jax.random.fold_in(self._key, i))(index_B)
 
         def draw(d: jax.Array) -> jax.Array:
@@ -123,7 +124,7 @@ class Evaluator:
                 build.cond(context_BSD),
                 sigma_B,
                 noise_BX,
-                denoise=self.setup.denoise,
+                denoise=self._denoise,
                 process=process,
             )
 
@@ -189,9 +190,11 @@ class Evaluator:
             "judge_digit": np.where(finite, judged["digit_prob"].argmax(1) == digit, np.nan),
             "judge_direction": np.where(finite, judged["direction_prob"].argmax(1) == direction, np.nan),
         }
+        looks = image_statistics(videos)
         if not finite.all():
             self.book.say(f"evaluation at {step}: {int((~finite).sum())} of {count} samples are not finite")
         metrics = {name: _mean(v) for name, v in values.items()} | {"heldout_loss": _mean(heldout)}
+        metrics |= {f"image/{name}": _mean(np.where(finite, v, np.nan)) for name, v in looks.items()}
         if full:
             features = np.where(finite[:, None], judged["features"], np.nan)
             metrics["frechet"] = _frechet(features, self._real_features)
@@ -237,12 +240,6 @@ def _frechet(generated_NF: np.ndarray, real_MF: np.ndarray) -> float:
 
 def _mean(values: np.ndarray) -> float:
     return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
-
-
-def _first(values: np.ndarray) -> float:
-    """The first finite one, 1 where there is none."""
-    finite = values[np.isfinite(values) & (values > 0)]
-    return float(finite[0]) if len(finite) else 1.0
 
 
 def _json(value: Any) -> float | None:
@@ -321,7 +318,7 @@ def _change(name: str, kind: str, mean: float, draws: np.ndarray, n: int, better
 
 
 def summarise(config: ConfigDict, workdir: Path, *, config_file: str, arguments: list[str]) -> dict[str, Any]:
-    """Writes summary.json, what the report is made of: before, after, changes, the three hacking signals (sec. 4.2).
+    """Writes summary.json, what the report is made of: before, after, changes, the hacking signals.
 
     `arguments` of this call; the command that makes the run again has its final number of steps and trains.
     """
@@ -339,17 +336,7 @@ def summarise(config: ConfigDict, workdir: Path, *, config_file: str, arguments:
     again = [a for a in arguments if not a.startswith(("--mode", "--config.train.steps="))]
     if again != arguments or steps != config.train.steps:
         again.append(f"--config.train.steps={steps}")
-    signals = []
-    if len(folders) > 1:
-        losses = column([m for m in lines if m["stage"] == "eval"], "heldout_loss")
-        signals = [
-            heldout_loss_signal(losses, limit=config.monitor.heldout_loss_limit),
-            # Over a few updates the slope is that of the prompts' noise.
-            reward_slope_signal(
-                column(ddrl if len(ddrl) >= SLOPE_UPDATES else [], "reward"), unit=_first(column(ddrl, "reward_std"))
-            ),
-            reward_std_signal(column(ddrl, "reward_std")),
-        ]
+    signals = read_signals(lines, config.monitor, config.reward.weights.to_dict()) if len(folders) > 1 else []
     device = jax.devices()[0]
     summary = {
         "title": f"{config.objective.name} on moving digits",
@@ -381,7 +368,8 @@ def run(config: ConfigDict, workdir: Path) -> bool:
     build.one_process()
     setup = build.build(config)
     params = build.init_params(config, setup, jax.random.key(config.seed))
-    like = build.train_state(setup, params, build.optimizer(config.train), build.ema_exponent(config.train))
+    exponent, nft = build.ema_exponent(config.train), config.objective.name == "nft"
+    like = build.train_state(setup, params, build.optimizer(config.train), exponent, old=nft)
     with Checkpoints(workdir / "checkpoints/ddrl", read_only=True) as checkpoints:
         try:
             restored = checkpoints.restore(like)

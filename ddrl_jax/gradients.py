@@ -1,6 +1,6 @@
-"""The two gradients of an iteration, accumulated over trained steps and micro-batches, and the check of the replay.
+"""The gradients of an iteration, accumulated over trained steps and micro-batches, and the check of the replay.
 
-Both equal jax.grad(loss_fn) of the whole batch up to summation order: `loss_fn` divides by fixed counts, so the mean
+Each equals jax.grad(loss_fn) of the whole batch up to summation order: `loss_fn` divides by fixed counts, so the mean
 over equal parts is the whole (tests/test_gradients.py). Knows the objects of a run (`build.Setup`), not the run.
 
 Dims: B rollouts, G conditions, N rollouts a condition (B = G N), K trained steps, M data draws, m rollouts a
@@ -15,10 +15,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from ddrl_jax import build
 from ddrl_jax.diffusion.sampler import Trajectory, step_mean
 from ddrl_jax.rl.loss import DataBatch, loss_fn
+from ddrl_jax.rl.nft import nft_loss
 from ddrl_jax.rl.objective import Objective
 
 PER_ROLLOUT = ("x", "x_next", "mean_old", "prev_x0")  # of a Trajectory: (K, B, ...)
@@ -54,7 +56,8 @@ def _accumulate(
 ) -> tuple[jax.Array, dict, Any]:
     """Mean loss, metrics and gradient over a scan of `count` equal parts.
 
-    `*_max` metrics take the largest; those over live slots are weighted by each part's number of them ("live").
+    `*_max` metrics take the largest; those over live slots are weighted by each part's number of them ("live", which
+    is summed).
     """
 
     def body(carry: Any, item: Any) -> tuple[Any, Any]:
@@ -62,16 +65,22 @@ def _accumulate(
         return jax.tree.map(jnp.add, carry, grads), (loss, {k: v for k, v in metrics.items() if k != "parts"})
 
     grads, (losses, metrics) = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), items)
-    live = metrics.pop("live", jnp.ones_like(losses))
+    return jnp.mean(losses), _reduced(metrics), jax.tree.map(lambda g: g / count, grads)
+
+
+def _reduced(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    live = metrics.get("live", jnp.ones(()))
     mean = {}
     for name, value in metrics.items():
-        if name.endswith("_max"):
+        if name == "live":
+            mean[name] = jnp.sum(value)
+        elif name.endswith("_max"):
             mean[name] = jnp.max(value)
         elif name in PER_LIVE_SLOT:
             mean[name] = jnp.sum(value * live) / jnp.maximum(jnp.sum(live), 1)
         else:
             mean[name] = jnp.mean(value)
-    return jnp.mean(losses), mean, jax.tree.map(lambda g: g / count, grads)
+    return mean
 
 
 def policy_gradient(
@@ -85,14 +94,14 @@ def policy_gradient(
     micro_batch: int,
     ref_params: Any = None,
 ) -> tuple[jax.Array, dict, Any]:
-    """Loss, metrics and gradient of the policy term (and the reverse KL, where asked for): a scan over K x B/m."""
+    """Loss, metrics and gradient of the policy term (and the reverse KL, where asked for): a scan over K of scans over
+    B/m. metrics["step_grad_norm"] (K,) is the norm of each recorded step's own gradient, the mean over rollouts; the
+    gradient is their mean over K. Takes one gradient's memory more than the sum alone would where B > m."""
     group = adv_B.shape[0] // context_GSD.shape[0]
     parts, steps = adv_B.shape[0] // micro_batch, trajectory.sigma.shape[0]
     objective = dataclasses.replace(setup.objective, data_beta=0.0)
 
-    def gradient(item: Any) -> Any:
-        k, i = item
-
+    def of_part(k: jax.Array, i: jax.Array) -> Any:
         def pick(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_index_in_dim(micro_batches(x, parts, group), i, 0, keepdims=False)
 
@@ -105,18 +114,74 @@ def policy_gradient(
                 cond,
                 None,
                 None,
-                denoise=setup.denoise,
+                denoise=setup.policy_denoise,
                 process=setup.process,
                 objective=objective,
                 ref_params=ref_params,
                 sample_weight=pick(weight_B),
             )
-            return value, metrics | {"live": jnp.sum(pick(weight_B) > 0)}
+            return value, metrics | {"live": jnp.sum(pick(weight_B) != 0)}
 
         return jax.value_and_grad(loss, has_aux=True)(params)
 
-    items = (jnp.repeat(jnp.arange(steps), parts), jnp.tile(jnp.arange(parts), steps))
-    return _accumulate(gradient, params, items, steps * parts)
+    def of_step(total: Any, k: jax.Array) -> Any:
+        loss, metrics, grads = _accumulate(lambda i: of_part(k, i), params, jnp.arange(parts), parts)
+        metrics["step_grad_norm"] = optax.global_norm(grads)
+        return jax.tree.map(jnp.add, total, grads), (loss, metrics)
+
+    grads, (loss_K, metrics_K) = jax.lax.scan(of_step, jax.tree.map(jnp.zeros_like, params), jnp.arange(steps))
+    norm_K = metrics_K.pop("step_grad_norm")
+    metrics = _reduced(metrics_K) | {"step_grad_norm": norm_K}
+    return jnp.mean(loss_K), metrics, jax.tree.map(lambda g: g / steps, grads)
+
+
+def nft_gradient(
+    params: Any,
+    rng: jax.Array,
+    x0_BX: jax.Array,
+    adv_B: jax.Array,
+    weight_B: jax.Array,
+    context_GSD: jax.Array,
+    *,
+    setup: build.Setup,
+    micro_batch: int,
+    old_params: Any,
+    ref_params: Any,
+    beta: float,
+    adv_clip: float,
+    draws: int,
+) -> tuple[jax.Array, dict, Any]:
+    """Loss, metrics and gradient of DiffusionNFT (`rl.nft.nft_loss`): a scan over B/m. Its optimality probability is
+    r = 1/2 + clip(A/adv_clip, -1, 1)/2."""
+    group, parts = adv_B.shape[0] // context_GSD.shape[0], adv_B.shape[0] // micro_batch
+    r_B = 0.5 + 0.5 * jnp.clip(adv_B / adv_clip, -1.0, 1.0)
+
+    def gradient(i: jax.Array) -> Any:
+        def pick(x: jax.Array, size: int = group) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(micro_batches(x, parts, size), i, 0, keepdims=False)
+
+        def loss(p: Any) -> Any:
+            value, metrics = nft_loss(
+                p,
+                pick(x0_BX),
+                pick(r_B),
+                build.cond(pick(context_GSD, 1)),
+                jax.random.fold_in(rng, i),
+                denoise=setup.policy_denoise,
+                process=setup.process,
+                old_params=old_params,
+                ref_params=ref_params,
+                beta=beta,
+                kl_beta=setup.objective.kl_beta,
+                draws=draws,
+                sample_weight=pick(weight_B),
+            )
+            scale = setup.objective.loss_scale
+            return scale * value, metrics
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    return _accumulate(gradient, params, jnp.arange(parts), parts)
 
 
 def data_gradient(
@@ -130,11 +195,13 @@ def data_gradient(
     objective: Objective,
     group: int,
     micro_batch: int,
+    alive_G: jax.Array | None = None,
 ) -> tuple[jax.Array, dict, Any]:
     """Loss, metrics and gradient of the data loss; needs no reward. A condition's N rollouts share x0.
 
-    data_levels "training": one pass of M draws over the rollouts. "rollout": at every trained step, at the rollout's
-    level with its initial noise (Table 3's full variant), a scan over K as well.
+    Conditions that are not `alive_G` (bool; None: all are) count as 0 in the mean. data_levels "training": one pass of
+    M draws over the rollouts. "rollout": at every trained step, at the rollout's level with its initial noise (Table
+    3's full variant), a scan over K as well.
     """
     parts = x0_GX.shape[0] * group // micro_batch
     rollout_levels = objective.data_levels == "rollout"
@@ -148,6 +215,12 @@ def data_gradient(
 
         x0_BX = jnp.repeat(pick(x0_GX), group, axis=0)
         data = DataBatch(x0=x0_BX, cond=build.cond(pick(context_GSD)), null_cond=setup.null_cond)
+        draw_rng = jax.random.fold_in(rng, k * parts + i)
+        if alive_G is not None:
+            sigma_key, draw_rng = jax.random.split(draw_rng)
+            sigma_MB = setup.process.draw_sigma(sigma_key, (objective.data_draws, x0_BX.shape[0]))
+            weight_MB = setup.process.loss_weight(sigma_MB) * jnp.repeat(pick(alive_G), group)
+            data = dataclasses.replace(data, sigma=sigma_MB, weight=weight_MB)
         if rollout_levels:
             assert trajectory is not None and trajectory.init_noise is not None, "rollout levels need the rollout"
             sigma = jax.lax.dynamic_index_in_dim(trajectory.sigma, k, 0, keepdims=False)
@@ -162,7 +235,7 @@ def data_gradient(
                 None,
                 None,
                 data,
-                jax.random.fold_in(rng, k * parts + i),
+                draw_rng,
                 denoise=setup.denoise,
                 process=setup.process,
                 objective=objective,
@@ -186,11 +259,12 @@ def replay_gap(params: Any, trajectory: Trajectory, context_GSD: jax.Array, setu
             part.prev_x0,
             part.prev_sigma,
             build.cond(context_GSD),
-            denoise=setup.denoise,
+            denoise=setup.rollout_denoise,
             process=setup.process,
             num_steps=trajectory.num_steps,
         )
-        return jnp.max(jnp.abs(mean - part.mean_old)) / part.std
+        still = part.std == 0.0  # a traced record's slot outside the schedule
+        return jnp.where(still, 0.0, jnp.max(jnp.abs(mean - part.mean_old)) / jnp.where(still, 1.0, part.std))
 
     return jax.lax.map(gap, dataclasses.replace(trajectory, init_noise=None))
 

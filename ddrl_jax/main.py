@@ -1,7 +1,8 @@
 """python -m ddrl_jax.main --config=configs/quickstart.py --workdir=runs/quickstart [--config.train.steps=40 ...]
 
---mode=train (the default) pre-trains, runs DDRL and writes the report, resuming what the workdir holds; --mode=eval
-evaluates its newest checkpoint. Every field of the config, listed in ddrl_jax/config.py, can be set with
+--mode=train (the default) pre-trains, runs DDRL (or the method of objective.name) and writes the report, resuming what
+the workdir holds; --mode=eval evaluates its newest checkpoint; --mode=prepare writes synthetic clips of the base model;
+--mode=study trains the arms of a study, side by side, and writes its page. Every field of the config, listed in ddrl_jax/config.py, can be set with
 --config.field=value.
 
 Exit status: 0 done (or stopped by SIGTERM or Ctrl-C, state saved), 1 the run stopped itself, 2 bad input.
@@ -20,14 +21,14 @@ from ml_collections import config_flags
 
 from ddrl_jax import config as config_lib
 
-MODES = ("train", "eval")
+MODES = ("train", "eval", "prepare", "study")
 
 
 def read_flags(argv: list[str]) -> tuple[Any, str, str, str]:
     """(config, config file, workdir, mode). Raises ConfigError for anything the flags cannot take."""
     values = flags.FlagValues()
     flags.DEFINE_string("workdir", None, "the run's folder: checkpoints, metrics, report", flag_values=values)
-    flags.DEFINE_enum("mode", "train", MODES, "train: pre-train, DDRL, report; eval: evaluate", flag_values=values)
+    flags.DEFINE_enum("mode", "train", MODES, "what to do: see the top of this help", flag_values=values)
     for i in range(len(argv) - 1, 0, -1):
         if argv[i - 1] in ("--config", "--workdir", "--mode"):  # with a space instead of the =
             argv[i - 1 : i + 1] = [f"{argv[i - 1]}={argv[i]}"]
@@ -63,16 +64,23 @@ def main(argv: list[str] | None = None) -> int:
     # Only now: jax takes seconds to import, and bad flags should not wait for it.
     import jax
 
-    from ddrl_jax import evaluate, report, train
+    from ddrl_jax import evaluate, prepare, report, train
 
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache/ddrl_jax/xla"))
     folder = Path(workdir).absolute()
     try:
+        if mode == "study":
+            return 0 if study.run(config, folder, config_file=file, arguments=argv[1:]) else 1
+        if mode == "prepare":
+            prepare.run(config, folder, arguments=argv[1:])
+            return 0
         done = train.run(config, folder, evaluate.Evaluator) if mode == "train" else evaluate.run(config, folder)
         if done and jax.process_index() == 0:
             evaluate.summarise(config, folder, config_file=file, arguments=argv[1:])
             print(f"report: {report.write_report(folder)}")
+            # stopped.json: the monitor ended the run (monitor.on_hacking).
+            return 1 if (folder / "stopped.json").exists() else 0
     except config_lib.ConfigError as error:
         return _complain(error)
     except train.RunStopped as error:

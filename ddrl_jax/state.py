@@ -22,6 +22,7 @@ class TrainState:
     params: Any
     opt_state: Any
     ema: Any  # like params, or None
+    old: Any  # like params, the policy that rolls out (DiffusionNFT), or None
     skipped: jax.Array  # () int32, updates left out because something was not finite
     skipped_in_a_row: jax.Array  # () int32
 
@@ -79,8 +80,8 @@ def ema_update(ema: Any, params: Any, iteration: jax.Array, exponent: float) -> 
     return jax.tree.map(lambda e, p: (beta * e + (1.0 - beta) * p).astype(e.dtype), ema, params)
 
 
-def init_state(params: Any, optimizer: optax.GradientTransformation, *, ema: bool) -> TrainState:
-    """A state at step 0; the EMA starts as a copy (the first update overwrites it anyway)."""
+def init_state(params: Any, optimizer: optax.GradientTransformation, *, ema: bool, old: bool = False) -> TrainState:
+    """A state at step 0; EMA and old policy start as copies (the EMA's first update overwrites it anyway)."""
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
         step=zero,
@@ -88,6 +89,7 @@ def init_state(params: Any, optimizer: optax.GradientTransformation, *, ema: boo
         params=params,
         opt_state=optimizer.init(params),
         ema=jax.tree.map(jnp.copy, params) if ema else None,
+        old=jax.tree.map(jnp.copy, params) if old else None,
         skipped=zero,
         skipped_in_a_row=zero,
     )
@@ -101,10 +103,12 @@ def apply_gradients(
     *,
     ema_exponent: float | None,
     advance: bool | jax.Array = True,
+    old_decay: tuple[float, float] = (1e-3, 0.5),
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One optimizer step. A non-finite loss, gradient or update leaves parameters, moments and EMA as they were and is
-    counted. `advance` is False for all but the last update of an iteration. Returns the state and
-    {"grad_norm", "update_norm", "skipped"}, scalars."""
+    counted. `advance` is False for all but the last update of an iteration, after which an old policy follows: it keeps
+    min(old_decay[0] * iteration, old_decay[1]) of itself (DiffusionNFT, arXiv 2509.16117, section 3). Returns the
+    state and {"grad_norm", "update_norm", "skipped"}, scalars."""
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     grad_norm, update_norm = optax.global_norm(grads), optax.global_norm(updates)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
@@ -117,12 +121,18 @@ def apply_gradients(
     if ema is not None:
         assert ema_exponent is not None, "a state with an EMA needs its exponent"
         ema = keep(ema_update(ema, params, state.updates, ema_exponent), ema)
+    old = state.old
+    if old is not None:
+        kept = jnp.minimum(old_decay[0] * (state.step + 1), old_decay[1])
+        followed = jax.tree.map(lambda o, p: (kept * o + (1.0 - kept) * p).astype(o.dtype), old, params)
+        old = jax.tree.map(lambda n, o: jnp.where(jnp.asarray(advance) & finite, n, o), followed, old)
     new = TrainState(
         step=state.step + jnp.asarray(advance, jnp.int32),
         updates=state.updates + finite.astype(jnp.int32),
         params=params,
         opt_state=keep(opt_state, state.opt_state),
         ema=ema,
+        old=old,
         skipped=state.skipped + (~finite).astype(jnp.int32),
         skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
     )

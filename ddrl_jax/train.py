@@ -2,8 +2,9 @@
 
 One iteration of DDRL (paper, sec. 4): jitted rollout -> x0 to the sidecar -> the data-loss
 gradient while rewards are computed -> rewards -> advantages -> the policy gradient, accumulated over trained steps and
-micro-batches -> one clipped AdamW step -> EMA. Everything random is fold_in(key, step) and the data of step n is a pure
-function of (seed, n), so the step is all that a resumed run needs to know.
+micro-batches -> one clipped AdamW step -> EMA. Other methods differ in `update.py` only. Everything random is
+fold_in(key, step) and the data of step n is a pure function of (seed, n), so the step is all that a resumed run needs
+to know.
 
 Dims: B rollouts, G conditions, N rollouts a condition (B = G N), K trained steps, M data draws, U updates an iteration,
 m rollouts a micro-batch.
@@ -24,23 +25,18 @@ from typing import Any, Protocol
 
 import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from ddrl_jax import build, rewards, state
+from ddrl_jax import build, monitor, rewards, state
 from ddrl_jax.checkpoint.manager import Checkpoints, UnreadableError
 from ddrl_jax.config import ConfigError, check_same_run, to_json
 from ddrl_jax.data import digits, pipeline
-from ddrl_jax.diffusion.sampler import Trajectory, sample
-from ddrl_jax.gradients import PER_ROLLOUT, add, data_gradient, micro_batches, policy_gradient, replay_gap
-from ddrl_jax.logbook import Logbook, write_text
-from ddrl_jax.parallel import mesh as mesh_lib
-from ddrl_jax.rl.advantages import group_advantages
+from ddrl_jax.diffusion.sampler import Trajectory
+from ddrl_jax.gradients import data_gradient, replay_gap
+from ddrl_jax.logbook import Logbook, read_metrics, write_text
 from ddrl_jax.rl.objective import Objective
-
-# One stream of random numbers a purpose, all from the config's seed.
-INIT, PRETRAIN, ROLLOUT, DATA = range(4)
+from ddrl_jax.update import INIT, PRETRAIN, Update, to_device
 
 
 class RunStopped(RuntimeError):
@@ -73,9 +69,15 @@ class Iteration:
         return now
 
     def metrics(self) -> dict[str, float]:
-        """Means over the updates; `*_max` the largest, `skipped` the number of them."""
+        """Means over the updates; `*_max` the largest, `skipped` the number of them. The gradient norm of each trained
+        step is `grad_norm/step<its number>`."""
         reduce: dict[str, Callable[[list[float]], float]] = {"ratio_max": max, "skipped": sum}
-        columns = {k: [float(m[k]) for m in self.updates] for k in self.updates[0] if k != "skipped_in_a_row"}
+        names = [k for k, v in self.updates[0].items() if k != "skipped_in_a_row" and np.ndim(v) == 0]
+        columns = {k: [float(m[k]) for m in self.updates] for k in names}
+        if "step_grad_norm" in self.updates[0]:
+            steps = np.asarray(self.updates[0]["trained_steps"])
+            norms_UK = np.stack([np.asarray(m["step_grad_norm"]) for m in self.updates])
+            columns |= {f"grad_norm/step{k:02d}": list(map(float, norms_UK[:, i])) for i, k in enumerate(steps)}
         return {k: reduce[k](v) if k in reduce else sum(v) / len(v) for k, v in columns.items()} | self.record
 
     def skipped_in_a_row(self) -> int:
@@ -226,34 +228,42 @@ def _fresh_state(config: ConfigDict, setup: build.Setup) -> state.TrainState:
 
 
 def check_base(config: ConfigDict) -> None:
-    """Raises ConfigError unless `pretrain.from_run` is empty or a run whose pre-training is finished."""
-    name = config.pretrain.from_run
+    """Raises ConfigError unless `pretrain.from_run` is empty or a run whose `from_stage` is finished."""
+    name, stage = config.pretrain.from_run, config.pretrain.from_stage
     if not name:
         return
     how = f"with the same command and --config.pretrain.from_run= --config.train.steps=0 --workdir={name}"
-    folder, settings = Path(name) / "checkpoints/pretrain", Path(name) / "config.json"
+    if stage == "ddrl":
+        how = "by training there first"
+    folder, settings = Path(name) / "checkpoints" / stage, Path(name) / "config.json"
     if not folder.is_dir() or not settings.is_file():
-        raise ConfigError(f"config.pretrain.from_run={name!r}: holds no checkpoints/pretrain; make it {how}")
-    total = json.loads(settings.read_text())["pretrain"]["steps"]
+        raise ConfigError(f"config.pretrain.from_run={name!r}: holds no checkpoints/{stage}; make it {how}")
+    total = json.loads(settings.read_text())["pretrain" if stage == "pretrain" else "train"]["steps"]
     done = max((int(p.name) for p in folder.iterdir() if p.name.isdigit()), default=0)
     if done < total:
         raise ConfigError(
-            f"config.pretrain.from_run={name!r}: its pre-training is at step {done} of {total}; finish it {how}"
+            f"config.pretrain.from_run={name!r}: its stage {stage} is at step {done} of {total}; finish it {how}"
         )
 
 
 def load_base(config: ConfigDict, setup: build.Setup, book: Logbook) -> Any:
-    """The base of another run, which is read and never written to."""
-    name = config.pretrain.from_run
-    with Checkpoints(Path(name) / "checkpoints/pretrain", read_only=True) as checkpoints:
+    """The weights (EMA, where there is one) of another run, which is read and never written to."""
+    name, stage = config.pretrain.from_run, config.pretrain.from_stage
+    like = _fresh_state(config, setup)
+    if stage == "ddrl":
+        then = json.loads((Path(name) / "config.json").read_text())
+        exponent = 1.0 if then["train"]["ema_rate"] > 0 else None  # only whether there is an EMA matters here
+        old = then["objective"]["name"] == "nft"
+        like = build.train_state(setup, like.params, build.optimizer(config.train), exponent, old=old)
+    with Checkpoints(Path(name) / "checkpoints" / stage, read_only=True) as checkpoints:
         try:
-            restored = checkpoints.restore(_fresh_state(config, setup))
+            restored = checkpoints.restore(like)
         except UnreadableError as error:
             raise ConfigError(
                 f"config.pretrain.from_run={name!r}: {error}; model and pretrain.ema_rate must be that run's"
             ) from error
     assert restored is not None, "check_base saw a checkpoint"
-    book.say(f"pre-training: step {restored[0]} of {name}")
+    book.say(f"{'pre-training' if stage == 'pretrain' else 'the weights trained there'}: step {restored[0]} of {name}")
     return _trained(restored[1])
 
 
@@ -278,107 +288,33 @@ def reinforce(
     base_params: Any,
     stop: Callable[[], bool],
 ) -> bool:
-    """DDRL from `base_params` up to train.steps iterations, evaluations included. False when stopped early."""
-    ro, objective = config.rollout, setup.objective
-    batch, group, updates = ro.conditions * ro.group_size, ro.group_size, config.train.updates_per_rollout
-    policy_on = config.objective.name != "sft"
-    rollout_levels = objective.data_beta > 0 and objective.data_levels == "rollout"
+    """DDRL, or another method, from `base_params` up to train.steps iterations, evaluations included. False when
+    stopped early."""
+    method, ro = Update(config, setup), config.rollout
+    group, updates = ro.group_size, config.train.updates_per_rollout
     key = jax.random.key(config.seed)
-    optimizer, exponent = build.optimizer(config.train), build.ema_exponent(config.train)
-    # The reference is the base itself and exists only where a KL to it is asked for.
-    ref_params = base_params if objective.kl_beta > 0 else None
-    held = ["policy"] + ["EMA"] * (exponent is not None) + ["reference"] * (ref_params is not None)
-    book.say(f"{config.objective.name}: {batch} rollouts an iteration; networks held: {', '.join(held)}")
-
-    # --- update step ---------------------------------------------------------------------------------------
-    def rollout(params: Any, step: jax.Array, context_GSD: jax.Array, keep_mean: bool = False) -> Any:
-        x0, trajectory = sample(
-            params,
-            jax.random.fold_in(jax.random.fold_in(key, ROLLOUT), step),
-            build.cond(context_GSD),
-            denoise=setup.denoise,
-            process=setup.process,
-            shape=(batch, *setup.latent_shape),
-            num_steps=ro.num_steps,
-            record=tuple(ro.trained_steps),
-            keep_mean=keep_mean or updates > 1,
+    # The reference is the base itself and exists only where the method asks for it.
+    ref_params = base_params if method.needs_reference else None
+    held = ", ".join(method.networks())
+    book.say(f"{config.objective.name}: {method.batch} rollouts an iteration; networks held: {held}")
+    if method.on_steps and ro.guidance != config.train.guidance:
+        book.say(
+            f"rollouts are guided by {ro.guidance:g}, the trained policy by {config.train.guidance:g}: "
+            "the update is not the policy gradient of the sampler"
         )
-        x0 = jax.lax.with_sharding_constraint(x0, mesh_lib.batch_sharding(setup.mesh))
-        return x0, trajectory if rollout_levels else dataclasses.replace(trajectory, init_noise=None)
-
-    def data_step(params: Any, step: jax.Array, u: jax.Array, x0_GX: Any, context_GSD: Any, t: Any) -> Any:
-        """Gradient of the data loss on update u's share of the conditions."""
-        rng = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, DATA), step), u)
-        return data_gradient(
-            params,
-            rng,
-            share(x0_GX, u, 1),
-            share(context_GSD, u, 1),
-            share_trajectory(t, u),
-            setup=setup,
-            objective=objective,
-            group=group,
-            micro_batch=config.train.micro_batch,
-        )
-
-    def share(x: jax.Array, u: jax.Array, size: int) -> jax.Array:
-        return x if updates == 1 else jax.lax.dynamic_index_in_dim(micro_batches(x, updates, size), u, 0, False)
-
-    def share_trajectory(t: Any, u: jax.Array) -> Any:
-        if t is None or updates == 1:
-            return t
-        pick = jax.vmap(lambda x: share(x, u, group))
-        changed: dict[str, Any] = {f: pick(getattr(t, f)) for f in PER_ROLLOUT if getattr(t, f) is not None}
-        noise = None if t.init_noise is None else share(t.init_noise, u, group)
-        return dataclasses.replace(t, **changed, init_noise=noise)
-
-    def update(
-        s: state.TrainState,
-        u: jax.Array,
-        t: Trajectory | None,
-        context_GSD: Any,
-        reward_B: Any,
-        valid_B: Any,
-        data: Any,
-        ref_params: Any,
-    ) -> Any:
-        """Advantages of the whole rollout, the policy gradient of update u's share, and one optimizer step."""
-        loss, metrics, grads = jnp.zeros(()), {}, None
-        if data is not None:
-            loss, data_metrics, grads = data
-            metrics["data_loss"] = data_metrics["data_loss"]
-        if t is not None:
-            adv_B = group_advantages(reward_B, group, valid_B, **config.advantage)
-            # Groups with fewer than two valid members say nothing about their order.
-            valid = valid_B & jnp.isfinite(reward_B)
-            alive = jnp.repeat(valid.reshape(-1, group).sum(1) >= 2, group)
-            policy_loss, policy_metrics, policy_grads = policy_gradient(
-                s.params,
-                share_trajectory(t, u),
-                share(adv_B, u, group),
-                share((valid & alive).astype(adv_B.dtype), u, group),
-                share(context_GSD, u, 1),
-                setup=setup,
-                micro_batch=config.train.micro_batch,
-                ref_params=ref_params,
-            )
-            loss, grads = loss + policy_loss, add(grads, policy_grads)
-            metrics |= {k: v for k, v in policy_metrics.items() if k not in ("loss", "data_loss")}
-        s, step_metrics = state.apply_gradients(
-            s, grads, loss, optimizer, ema_exponent=exponent, advance=u == updates - 1
-        )
-        return s, metrics | step_metrics | {"loss": loss, "skipped_in_a_row": s.skipped_in_a_row}
-
-    rollout_jit, data_jit, update_jit = jax.jit(rollout, static_argnums=3), jax.jit(data_step), jax.jit(update)
 
     # --- checkpoint ----------------------------------------------------------------------------------------
-    s = build.train_state(setup, base_params, optimizer, exponent)
+    s = build.train_state(setup, base_params, method.optimizer, method.exponent, old=method.needs_old)
     del base_params  # the policy's copy is the only one, unless the base is the reference
     found = checkpoints.restore(s)
     restored = found is not None
     s = found[1] if found else s
     del found
     step, total = int(s.step), config.train.steps
+    guard = Guard(config, workdir, book)
+    if restored and guard.stopped() is not None:
+        book.say(f"this run was ended by its monitor: {guard.stopped()}; --config.monitor.on_hacking=warn goes on")
+        return True
     if restored and step >= total:
         book.say(f"this run is finished: {step} of {total} iterations; --config.train.steps=N goes on from there")
     elif restored:
@@ -394,6 +330,7 @@ def reinforce(
     if not restored:
         evaluate(full=True)
         checkpoints.save(0, s, wait=True)
+        guard.keep(0, s)
     elif 0 < step < total and step % config.eval.every == 0 and not book.has("eval", step):
         evaluate(full=False)  # the kill came between the save and the evaluation
 
@@ -414,35 +351,47 @@ def reinforce(
             x0_GX = build.to_global(setup.mesh, setup.codec.encode(clips["video"]))
             context_GSD = build.to_global(setup.mesh, setup.context(clips["caption"]))
             record: dict[str, float] = {}
-            reward_B = valid_B = trajectory = None
-            if policy_on:
-                x0_BX, trajectory = rollout_jit(s.params, s.step, context_GSD, step == 0)
-                if step == 0:
-                    _check_replay(config, setup, s.params, trajectory, context_GSD)
-                    if updates == 1:
+            x0_BX = trajectory = rewarded = None
+            if method.rolls_out:
+                acting = method.rollout_params(s)
+                keep_mean = method.keeps_mean or (method.on_steps and step == 0)
+                x0_BX, trajectory = method.rollout(acting, key, s.step, context_GSD, keep_mean=keep_mean)
+                if step == 0 and method.on_steps:
+                    _check_replay(config, setup, acting, trajectory, context_GSD)
+                    if not method.keeps_mean:
                         trajectory = dataclasses.replace(trajectory, mean_old=None)
                 # The rollout is queued behind the gradients of the iteration before: it begins where they end.
                 begin = pending.wait() if pending else begin
                 latents = np.asarray(x0_BX)
                 record["seconds_rollout"] = time.perf_counter() - begin
-                ticket = client.submit(latents, [c for c in clips["caption"] for _ in range(group)])
+                captions = [c for c in clips["caption"] for _ in range(group)]
+                tickets = [client.submit(latents, captions)]
+                if method.needs_reference_rollouts:
+                    x0, _ = method.rollout(ref_params, key, s.step, context_GSD, keep_mean=False, reference=True)
+                    tickets.append(client.submit(np.asarray(x0), captions))
             metrics = []
             for u in range(updates):
                 # Dispatched before the rewards are waited for: it needs none of them.
                 data = None
-                if objective.data_beta > 0:
-                    data = data_jit(s.params, s.step, u, x0_GX, context_GSD, trajectory if rollout_levels else None)
-                if policy_on and u == 0:
+                if method.has_data:
+                    levels = trajectory if method.data_needs_rollout else None
+                    data = method.data(s.params, key, s.step, u, x0_GX, context_GSD, levels)
+                if method.rolls_out and u == 0:
                     waiting = time.perf_counter()
-                    scores = ticket.result()
+                    scores, *of_reference = [ticket.result() for ticket in tickets]
                     record["seconds_reward_wait"] = time.perf_counter() - waiting
                     reward, valid = build.total_reward(scores, config)
-                    reward_B = build.to_global(setup.mesh, reward.astype(np.float32))
-                    valid_B = build.to_global(setup.mesh, valid)
                     record |= reward_metrics(reward, valid, scores, group)
-                    if scores.reason:
-                        book.say(f"iteration {step}: {int((~valid).sum())} rewards invalid: {scores.reason}")
-                s, of_update = update_jit(s, u, trajectory, context_GSD, reward_B, valid_B, data, ref_params)
+                    rows, weights, valid, gate_metrics = build.training_rewards(scores, config)
+                    record |= gate_metrics
+                    reference = build.total_reward(of_reference[0], config) if of_reference else None
+                    if reference is not None and reference[1].any():
+                        record["reference_reward"] = float(np.nanmean(reference[0]))
+                    rewarded = to_device(setup.mesh, rows, weights, valid, reference)
+                    for got in (scores, *of_reference):
+                        if got.reason:
+                            book.say(f"iteration {step}: {int((~got.valid).sum())} rewards invalid: {got.reason}")
+                s, of_update = method.apply(s, key, u, x0_BX, trajectory, context_GSD, rewarded, data, ref_params)
                 metrics.append(of_update)
             if pending is not None:
                 log(pending)
@@ -468,6 +417,13 @@ def reinforce(
                 )
             if looking:
                 evaluate(full=False)
+                rolled_back = guard.look(step, s, checkpoints)
+                if rolled_back is not None:
+                    s = rolled_back
+                    # Judged in full, so that the report shows what the run leaves behind.
+                    params = s.ema if config.eval.ema and s.ema is not None and int(s.step) > 0 else s.params
+                    evaluator(params, int(s.step), full=True)
+                    return True
         if pending is not None:
             log(pending)
 
@@ -485,6 +441,59 @@ def reinforce(
         book.forget_from("eval", step)
         evaluate(full=True)
     return True
+
+
+# ------------------------------------------------------------------------------------------------- the monitor
+
+
+class Guard:
+    """What monitor.on_hacking does: at every evaluation the signals are read off the run's own metrics.jsonl.
+
+    "warn" says so and goes on. "stop" saves the state and ends the run. "rollback" ends it at the state of the last
+    evaluation that was clean, which a checkpoint of its own keeps. Both leave stopped.json.
+    """
+
+    def __init__(self, config: ConfigDict, workdir: Path, book: Logbook) -> None:
+        self._monitor, self._workdir, self._book = config.monitor, workdir, book
+        self._weights = config.reward.weights.to_dict()
+        self._file = workdir / "stopped.json"
+        if config.monitor.on_hacking == "warn":
+            self._file.unlink(missing_ok=True)
+
+    def stopped(self) -> str | None:
+        """Why an earlier start of this run was ended, or None."""
+        return json.loads(self._file.read_text())["reason"] if self._file.exists() else None
+
+    def keep(self, step: int, s: state.TrainState) -> None:
+        """Keeps a clean state for a rollback."""
+        if self._monitor.on_hacking == "rollback":
+            with Checkpoints(self._workdir / "checkpoints/clean", keep=1) as clean:
+                clean.save(step, s, wait=True)
+
+    def look(self, step: int, s: state.TrainState, checkpoints: Checkpoints) -> state.TrainState | None:
+        """After the evaluation at `step`. Returns the state that the run ends with where it has to end, else None."""
+        why = monitor.is_hacked(
+            monitor.read_signals(read_metrics(self._workdir / "metrics.jsonl"), self._monitor, self._weights)
+        )
+        if not why:
+            self.keep(step, s)
+            return None
+        self._book.say(f"HACKING at iteration {step}: {why}")
+        action = self._monitor.on_hacking
+        if action == "warn":
+            return None
+        if action == "rollback":
+            with Checkpoints(self._workdir / "checkpoints/clean", keep=1) as clean:
+                found = clean.restore(s)
+            assert found is not None, "the state before training is kept"
+            s = found[1]
+            checkpoints.forget_after(found[0])
+        at = int(s.step)
+        checkpoints.save(at, s, wait=True)
+        record = {"step": step, "action": action, "ended_at": at, "reason": why}
+        write_text(self._file, json.dumps(record))
+        self._book.say(f"{action}: the run ends with the state of iteration {at}")
+        return s
 
 
 # ------------------------------------------------------------------------------------------------- the parts
@@ -512,6 +521,10 @@ def clip_dataset(config: ConfigDict, batch_size: int) -> Any:
             )
     else:
         source = digits.DigitClips("train", frames=config.data.frames, size=config.data.size, seed=config.seed)
+    try:
+        source = pipeline.limited(source, config.data.limit)
+    except ValueError as error:
+        raise ConfigError(f"config.{error}") from error
     return pipeline.clip_batches(source, batch_size, config.seed, jax.process_index(), jax.process_count())
 
 
@@ -542,19 +555,26 @@ def _check_replay(config: ConfigDict, setup: build.Setup, params: Any, trajector
 
 
 def reward_metrics(reward_B: np.ndarray, valid_B: np.ndarray, scores: rewards.Scores, group: int) -> dict[str, float]:
-    """Means over valid rewards; `reward_std` is the mean over groups of the within-group std (unbiased)."""
+    """Means over valid rewards and sub-scores, and the mean over groups of their within-group std."""
     reward_GN = np.where(valid_B, reward_B, np.nan).reshape(-1, group)
-    several = np.isfinite(reward_GN).sum(1) >= 2
     record = {
         "reward": float(np.nanmean(reward_GN)) if valid_B.any() else math.nan,
-        "reward_std": float(np.nanstd(reward_GN[several], axis=1, ddof=1).mean()) if several.any() else math.nan,
+        "reward_std": _group_std(reward_GN),
         "valid_rate": float(valid_B.mean()),
         "scorer_seconds": scores.seconds,
     }
     for name, value in scores.scores.items():
         if np.isfinite(value).any():
             record[f"sub/{name}"] = float(np.nanmean(value))
+            record[f"sub_std/{name}"] = _group_std(np.asarray(value).reshape(-1, group))
     return record
+
+
+def _group_std(value_GN: np.ndarray) -> float:
+    """The mean over groups of the within-group std (unbiased), NaN where no group has two members."""
+    value_GN = np.where(np.isfinite(value_GN), value_GN, np.nan)
+    several = np.isfinite(value_GN).sum(1) >= 2
+    return float(np.nanstd(value_GN[several], axis=1, ddof=1).mean()) if several.any() else math.nan
 
 
 def _log_iteration(book: Logbook, done: Iteration, total: int) -> None:

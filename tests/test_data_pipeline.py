@@ -82,6 +82,40 @@ def test_every_clip_once_a_pass_and_none_is_dropped(length):
     assert not np.array_equal(passes[0], passes[1])
 
 
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_a_batch_of_more_clips_than_there_are_repeats_them(length):
+    batches = pipeline.clip_batches(pipeline.limited(DigitClips("train"), length), 8, seed=3)
+    captions = DigitClips("train").batch(range(length))["caption"]
+    seen = [c for n in range(5) for c in batches[n]["caption"]]
+    assert batches[0]["video"].shape == (8, 1, 4, 12, 12)
+    # 40 rows are 40 // length whole passes and a rest, so that no clip is seen twice as often as another.
+    for start in range(0, 40 - length + 1, length):
+        assert sorted(seen[start : start + length]) == sorted(captions)
+    assert same(batches[4], pipeline.clip_batches(pipeline.limited(DigitClips("train"), length), 8, seed=3)[4])
+
+
+def test_a_limit_takes_the_first_clips_of_any_source(tmp_path):
+    first = DigitClips("train", seed=5).batch(range(4))
+    digits.write_clips(tmp_path, "train", 9, seed=5)
+    for source in (DigitClips("train", seed=5), digits.load_clips(tmp_path)):
+        few = pipeline.limited(source, 4)
+        assert len(few) == 4 and same(
+            few.batch([3, 0]), joined([{k: v[i : i + 1] for k, v in first.items()} for i in (3, 0)])
+        )
+        with pytest.raises(IndexError, match=r"clip index must be in 0 \.\. 3"):
+            few.batch([4])
+        assert pipeline.limited(source, 0) is source
+    stored = digits.load_clips(tmp_path)
+    assert len(pipeline.limited(stored, 9)) == 9
+
+
+def test_more_processes_than_clips_read_the_same_global_batch():
+    def limited(*process):
+        return pipeline.clip_batches(pipeline.limited(DigitClips("train"), 3), 8, 1, *process)
+
+    assert same(joined([limited(p, 4)[7] for p in range(4)]), limited()[7])
+
+
 def test_stored_clips_feed_the_same_pipeline(tmp_path):
     digits.write_clips(tmp_path, "train", 20)
     batches = pipeline.clip_batches(digits.load_clips(tmp_path), 10, seed=0)
@@ -134,6 +168,8 @@ def test_heldout_clips_are_fixed():
         (lambda: pipeline.clip_batches(Numbers(9), 6, 0, 0, 0), "process count 0"),
         (lambda: pipeline.clip_batches(Numbers(0), 6, 0), "source has 0 clips"),
         (lambda: pipeline.clip_batches(DigitClips("train"), 7, 0, 0, 2), "batch_size = 7"),
+        (lambda: pipeline.limited(Numbers(9), 10), r"data\.limit=10: must be 0 \(all\) or .* of which there are 9"),
+        (lambda: pipeline.limited(DigitClips("train"), -1), r"data\.limit=-1: must be 0"),
         (lambda: pipeline.evaluation_prompts(0), "count = 0"),
         (lambda: pipeline.heldout_clips(0), "count = 0"),
     ],

@@ -684,3 +684,100 @@ def test_a_key_that_null_cond_lacks_is_kept_by_the_dropout():
     np.testing.assert_array_equal(f({"a": jnp.zeros((1, 1)), "c": None}), 1.0)
     with pytest.raises(ValueError, match=r"null_cond\['c'\] is given where cond\['c'\] is None or absent"):
         f({"c": jnp.zeros((1, 1))})
+
+
+# --- The baselines, by hand ------------------------------------------------------------------------------------------
+# With x0 = p x every kernel's mean is (b + a p) x, so ratios, KLs and their gradients have closed forms.
+
+
+def linear(params, x, sigma, cond):
+    return params * x
+
+
+def affine_mean(process, trajectory):
+    """a, b (K,1,1) of mean = (b + a p) x, from the kernels' formulas."""
+    s, t = (np.asarray(v, np.float64)[:, None, None] for v in (trajectory.sigma, trajectory.sigma_next))
+    if isinstance(process, EDMChurn):  # Euler
+        return 1 - t / s, t / s
+    drift, dt = process.noise_level**2 / (2 * (1 - np.where(s < 1, s, t))), t - s
+    slope = (1 + drift * (1 - s)) * dt / s  # of v = (1-p) x / t
+    return -slope, 1 + drift * dt + slope
+
+
+@functools.lru_cache
+def linear_rollout(process):
+    with jax.enable_x64(True):
+        return sample(
+            0.6, jax.random.key(4), None, denoise=linear, process=process, shape=(4, 3), num_steps=6, record=(0, 1, 3),
+            keep_mean=True, dtype=jnp.float64,
+        )[1]  # fmt: skip
+
+
+BASELINE_PROCESSES = [EDMChurn(solver="1euler", sigma_max=20.0), FlowSDE()]
+FOUR = np.array([1.2, -0.7, 0.4, -0.9])
+
+
+@pytest.mark.parametrize("process", BASELINE_PROCESSES)
+@pytest.mark.parametrize("std", ["group", "batch"])
+def test_the_baselines_objectives_by_hand(process, std):
+    with jax.enable_x64(True):
+        at, p, old, ref = linear_rollout(process), 0.6001, 0.6, 0.55
+        advantages = group_advantages([0.3, 1.0, -0.5, 2.0], 2, std=std)
+        A, (a, b) = np.asarray(advantages), affine_mean(process, at)
+        x, x_next, stdev = np.asarray(at.x), np.asarray(at.x_next), np.asarray(at.std)[:, None]
+        d, e = a * (p - old) * x, x_next - (b + a * old) * x
+        ratio = np.exp((d * (2 * e - d)).mean(-1) / (2 * stdev**2))
+        policy = np.maximum(-A * ratio, -A * np.clip(ratio, 0.999, 1.001)).mean()
+        # FlowGRPO's KL divides by the std without the step length in it.
+        change = np.abs(np.asarray(at.sigma_next - at.sigma))[:, None]
+        kl = (((a * (p - ref) * x) ** 2).mean(-1) / (2 * stdev**2) * change).mean()
+        if isinstance(process, FlowSDE):
+            t = np.asarray(at.sigma)[:, None]
+            bare = process.noise_level * np.sqrt(t / (1 - np.where(t < 1, t, np.asarray(at.sigma_next)[:, None])))
+            np.testing.assert_allclose(kl, (((a * (p - ref) * x) ** 2).mean(-1) / (2 * bare**2)).mean(), rtol=1e-12)
+        f = functools.partial(
+            loss_fn, p, at, advantages, None, None, None, denoise=linear, process=process, ref_params=ref
+        )
+        loss, metrics = f(objective=dance_grpo(clip_range=1e-3))
+        np.testing.assert_allclose(metrics["parts"]["log_ratio"], np.log(ratio), rtol=1e-9, atol=1e-15)
+        np.testing.assert_allclose(loss, policy, rtol=1e-11)
+        assert metrics["kl_loss"] == 0.0
+        loss, metrics = f(objective=flow_grpo(clip_range=1e-3))
+        np.testing.assert_allclose(metrics["kl_loss"], kl, rtol=1e-11)
+        np.testing.assert_allclose(loss, policy + 0.04 * kl, rtol=1e-11)
+
+
+@pytest.mark.parametrize("process", BASELINE_PROCESSES)
+def test_clipping_bites_at_the_second_update_of_a_rollout(process):
+    with jax.enable_x64(True):
+        at, clip = linear_rollout(process), 1e-4
+        f = lambda p: loss_fn(  # noqa: E731
+            p, at, FOUR, None, None, None, denoise=linear, process=process, objective=dance_grpo(clip_range=clip)
+        )  # fmt: skip
+        a, b = affine_mean(process, at)
+        x, stdev = np.asarray(at.x), np.asarray(at.std)[:, None]
+
+        def by_hand(p):
+            d, e = a * (p - 0.6) * x, np.asarray(at.x_next) - (b + a * 0.6) * x
+            ratio = np.exp((d * (2 * e - d)).mean(-1) / (2 * stdev**2))
+            return ratio, -FOUR * ratio * (a * x * (e - d)).mean(-1) / stdev**2
+
+        slots = jax.jacobian(lambda p: f(p)[1]["parts"]["policy"])  # (K,B), each slot's own gradient
+        # First update: on the policy, ratio 1, nothing is clipped.
+        _, first = by_hand(0.6)
+        np.testing.assert_allclose(slots(0.6), first, rtol=1e-8, atol=1e-12)
+        loss_grad = jax.grad(lambda p: f(p)[0])(0.6)
+        np.testing.assert_allclose(loss_grad, first.mean(), rtol=1e-8)
+        assert f(0.6)[1]["clip_fraction"] == 0.0
+
+        # Second update, from where a step down the gradient leads.
+        p = 0.6 - 3e-2 * np.sign(loss_grad)
+        ratio, unclipped = by_hand(p)
+        gone = ((FOUR > 0) & (ratio > 1 + clip)) | ((FOUR < 0) & (ratio < 1 - clip))
+        assert 0 < gone.sum() < gone.size and ((np.abs(ratio - 1) > clip) & ~gone).any()
+        ours = np.asarray(slots(p))
+        assert (ours[gone] == 0.0).all()
+        np.testing.assert_allclose(ours[~gone], unclipped[~gone], rtol=1e-9)
+        assert (np.abs(ours[~gone]) > 1e-6).all()
+        np.testing.assert_allclose(jax.grad(lambda p: f(p)[0])(p), np.where(gone, 0, unclipped).mean(), rtol=1e-9)
+        np.testing.assert_allclose(f(p)[1]["clip_fraction"], (np.abs(ratio - 1) > clip).mean(), rtol=1e-12)

@@ -69,6 +69,44 @@ def test_adaptive_weight_is_the_stopped_mean_absolute_error():
         np.testing.assert_allclose(jax.grad(f)(new), (error / np.abs(error).mean(1, keepdims=True)).mean(0), rtol=1e-12)
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("beta", [1.0, 0.1])
+def test_under_a_flow_it_is_the_papers_velocity_form(beta, adaptive):
+    # v+ = (1-beta) v_old + beta v, v- = (1+beta) v_old - beta v, each against v = e - x0; the adaptive weight (the
+    # authors' code) is on the x0 that belongs to each.
+    t, e = DRAWS["sigma"][..., None], DRAWS["noise"]
+    xt = (1 - t) * X0 + t * e
+
+    def velocity(p):
+        return (xt - (p[0] * xt + p[1] * t)) / t
+
+    def by_hand(p, old):
+        v, v_old = velocity(p), velocity(old)
+        out = 0.0
+        for r, implicit in (
+            (R, (1 - beta) * v_old + beta * v),
+            (1 - R, (1 + beta) * v_old - beta * v),
+        ):
+            if adaptive:
+                difference = (xt - t * implicit) - X0
+                weight = jax.lax.stop_gradient(jnp.maximum(jnp.abs(difference).mean(-1), 1e-5))
+                out += (r * (difference**2).mean(-1) / weight).mean()
+            else:
+                out += (r * ((implicit - (e - X0)) ** 2).mean(-1)).mean()
+        return out
+
+    with jax.enable_x64(True):
+        new, old, ref = jnp.array([0.4, 0.1]), jnp.array([0.5, -0.3]), jnp.array([0.45, 0.2])
+        f = lambda p: nft_loss(  # noqa: E731
+            p, X0, R, None, None, denoise=affine, process=FlowSDE(), old_params=old, ref_params=ref, beta=beta,
+            kl_beta=0.3, adaptive_weight=adaptive, **DRAWS,
+        )[0]  # fmt: skip
+        g = lambda p: by_hand(p, old) + 0.3 * ((velocity(p) - velocity(ref)) ** 2).mean()  # noqa: E731
+        np.testing.assert_allclose(f(new), g(new), rtol=1e-12)
+        np.testing.assert_allclose(jax.grad(f)(new), jax.grad(g)(new), rtol=1e-11)
+        assert np.abs(jax.grad(f)(new)).min() > 1e-3
+
+
 def test_raw_rewards_reference_and_invalid_members():
     with jax.enable_x64(True):
         new, old, ref = jnp.array([0.4, 0.1]), jnp.array([0.5, -0.3]), jnp.array([0.2, 0.2])

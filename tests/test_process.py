@@ -1,6 +1,7 @@
 """Processes: golden SDE steps, the kernel's std, corruption, weights, and that they are static arguments."""
 
 import dataclasses
+import itertools
 import pathlib
 
 import jax
@@ -8,11 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ddrl_jax import DanceSDE, DataBatch, EDMChurn, FlowSDE, ddrl, guided, loss_fn, sample
+from ddrl_jax import DanceSDE, DataBatch, EDMChurn, FlowCPS, FlowSDE, ddrl, guided, loss_fn, sample
 from ddrl_jax.rl.ratio import log_ratio
 
 FLOW = np.load(pathlib.Path(__file__).parent / "golden" / "flow.npz")
-PROCESSES = [EDMChurn(), EDMChurn(solver="1euler"), EDMChurn(solver="2mid", s_churn=7.0), FlowSDE(), DanceSDE()]
+PROCESSES = [
+    EDMChurn(),
+    EDMChurn(solver="1euler"),
+    EDMChurn(solver="2mid", s_churn=7.0),
+    FlowSDE(),
+    FlowCPS(),
+    DanceSDE(),
+]
+ENDS_WITHOUT_NOISE = (EDMChurn, FlowCPS)
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -66,7 +75,7 @@ def test_kernel_std_is_the_schedules(process, steps):
                 mean, std = process.mean_std(x, sigma, sigma_next, x, num_steps=steps, x0_fn=lambda x, s: x)
                 assert std.shape == shape and mean.shape == x.shape
                 np.testing.assert_allclose(std, np.full(shape, stds[i]), rtol=1e-13)
-        assert (stds[:-1] > 0).all() and (stds[-1] == 0) == isinstance(process, EDMChurn)
+        assert (stds[:-1] > 0).all() and (stds[-1] == 0) == isinstance(process, ENDS_WITHOUT_NOISE)
 
 
 def test_edm_std_by_hand():
@@ -94,10 +103,10 @@ def test_the_end_has_no_noise_in_float32_either(process):
         jnp.ones((1, 2)), jnp.float32(levels[-2]), jnp.float32(levels[-1]), jnp.ones((1, 2)), num_steps=7,
         x0_fn=lambda x, s: x,
     )  # fmt: skip
-    assert (float(std) == 0.0) == isinstance(process, EDMChurn)
+    assert (float(std) == 0.0) == isinstance(process, ENDS_WITHOUT_NOISE)
 
 
-@pytest.mark.parametrize("process", [FlowSDE(noise_level=0.0), DanceSDE(eta=0.0)])
+@pytest.mark.parametrize("process", [FlowSDE().ode(), FlowCPS().ode(), DanceSDE().ode()])
 def test_without_noise_the_flow_mean_is_the_ode_step(process):
     x, x0 = jnp.array([[2.0]]), jnp.array([[0.5]])
     mean, std = process.mean_std(x, 0.8, 0.6, x0, num_steps=5)
@@ -121,11 +130,100 @@ def test_the_true_flow_sde_keeps_the_marginal_of_gaussian_data():
     assert abs(variance - 1.0) < 5e-3
 
 
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("noise_level", [0.0, 0.3, 0.7, 1.0])
+def test_cps_step_by_hand(noise_level, jit):
+    # arXiv 2509.05952 in flow_grpo's words, from the velocity and with the square root.
+    rng = np.random.default_rng(0)
+    x, v = rng.normal(size=(2, 3, 4)), rng.normal(size=(2, 3, 4))
+    process = FlowCPS(noise_level=noise_level)
+    with jax.enable_x64(True):
+        for t, t_next in ((1.0, 0.9), (0.7, 0.55), (0.2, 0.0)):
+            f = lambda x, x0: process.mean_std(x, t, t_next, x0, num_steps=10)  # noqa: B023, E731
+            mean, std = (jax.jit(f) if jit else f)(x, x - t * v)
+            sine = np.sin(noise_level * np.pi / 2)
+            expected = (1 - t_next) * (x - t * v) + np.sqrt(t_next**2 - (t_next * sine) ** 2) * (x + (1 - t) * v)
+            np.testing.assert_allclose(mean, expected, rtol=0, atol=1e-13)
+            np.testing.assert_allclose(std, t_next * sine, rtol=1e-13)
+
+
+def test_cps_without_noise_is_flow_sde_without_noise():
+    assert (FlowCPS(shift=2.0).levels(9) == FlowSDE(shift=2.0).levels(9)).all()
+    rng = np.random.default_rng(1)
+    x, x0 = rng.normal(size=(2, 5)), rng.normal(size=(2, 5))
+    with jax.enable_x64(True):
+        for t, t_next in ((1.0, 0.8), (0.8, 0.3), (0.3, 0.0)):
+            ours, std = FlowCPS(noise_level=0.0).mean_std(x, t, t_next, x0, num_steps=5)
+            theirs, _ = FlowSDE(noise_level=0.0).mean_std(x, t, t_next, x0, num_steps=5)
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-14)
+            assert float(std) == 0.0
+
+
+def moments(process, steps, prior_mean, prior_var):
+    """Exact mean and variance of every state, for data N(prior_mean, prior_var) and its true denoiser."""
+    levels, stds = process.levels(steps), process.step_stds(steps)
+    mean, variance, out = 0.0, 1.0, [(0.0, 1.0)]
+    for i in range(steps):
+        t, t_next = levels[i], levels[i + 1]
+        gain = (1 - t) * prior_var / ((1 - t) ** 2 * prior_var + t**2)
+        # The kernel is affine in x once x0 = prior_mean + gain (x - (1-t) prior_mean) is put in.
+        points = np.array([[0.0], [1.0]])
+        x0 = prior_mean + gain * (points - (1 - t) * prior_mean)
+        m, _ = process.mean_std(points, t, t_next, x0, num_steps=steps)
+        offset, slope = float(m[0, 0]), float(m[1, 0] - m[0, 0])
+        mean, variance = offset + slope * mean, slope**2 * variance + stds[i] ** 2
+        out.append((mean, variance))
+    return levels, np.array(out)
+
+
+@pytest.mark.parametrize("noise_level", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("steps", [2, 7, 40])
+def test_cps_keeps_the_coefficients(noise_level, steps):
+    # A point mass at c: every state is (1-t) c + t e with unit e, exactly, whatever the number of steps.
+    with jax.enable_x64(True):
+        levels, states = moments(FlowCPS(noise_level=noise_level), steps, 1.7, 0.0)
+        np.testing.assert_allclose(states[:, 0], (1 - levels) * 1.7, rtol=0, atol=1e-13)
+        np.testing.assert_allclose(states[:, 1], levels**2, rtol=0, atol=1e-13)
+        # FlowSDE's states are noisier than the denoiser is told, up to the last one (the paper's complaint).
+        levels, states = moments(FlowSDE(noise_level=0.7), steps, 1.7, 0.0)
+        assert (states[1:, 1] - levels[1:] ** 2 > 1e-4).all()
+
+
+def test_cps_is_not_the_reversal_of_the_forward_noising():
+    # For data N(0,1) and full noise each step redraws e: the last state is E[x0|x], whose variance has a closed form.
+    with jax.enable_x64(True):
+        levels, states = moments(FlowCPS(noise_level=1.0, shift=1.0), 10, 0.0, 1.0)
+        variance = 1.0
+        for t, t_next in itertools.pairwise(levels):
+            gain = (1 - t) / ((1 - t) ** 2 + t**2)
+            variance = ((1 - t_next) * gain) ** 2 * variance + t_next**2
+        np.testing.assert_allclose(states[-1, 1], variance, rtol=1e-12)
+        assert variance < 0.5  # the ODE's is 1 up to its discretisation
+        np.testing.assert_allclose(
+            moments(FlowCPS(noise_level=0.0, shift=1.0), 2000, 0.0, 1.0)[1][-1, 1], 1.0, atol=2e-3
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: FlowCPS(noise_level=1.1), "noise_level=1.1: expected at most 1"),
+        (lambda: FlowCPS(noise_level=-0.1), "noise_level=-0.1: expected at least 0"),
+        (lambda: FlowCPS(noise_level=float("nan")), "noise_level=nan"),
+        (lambda: FlowCPS(shift=0.0), "shift=0.0"),
+    ],
+)
+def test_cps_settings_are_checked(make, word):
+    with pytest.raises(ValueError, match=word) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
 def test_corruption_and_weights():
     x0, e, sigma = jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([[0.5, -1.0], [1.0, 0.0]]), jnp.array([2.0, 0.5])
     np.testing.assert_allclose(EDMChurn().corrupt(x0, sigma, e), [[2.0, 0.0], [3.5, 4.0]])
     np.testing.assert_allclose(EDMChurn().loss_weight(sigma), [1.25, 5.0])
-    for process in (FlowSDE(), DanceSDE()):
+    for process in (FlowSDE(), FlowCPS(), DanceSDE()):
         np.testing.assert_allclose(process.corrupt(x0, 0.25 * sigma, e), [[0.75, 0.5], [2.75, 3.5]])
         np.testing.assert_allclose(process.loss_weight(sigma), [0.25, 4.0])
     # A level a frame, for x_BCTHW.

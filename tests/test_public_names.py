@@ -25,6 +25,15 @@ NAMES = [
     "FlowSDE",
     "DanceSDE",
     "karras_levels",
+    # What the study of methods added.
+    "FlowCPS",
+    "mixed_advantages",
+    "log_partition",
+    "partition_advantages",
+    "best_of_weights",
+    "best_of_group",
+    "random_steps",
+    "window_steps",
 ]
 
 

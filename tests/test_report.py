@@ -18,8 +18,8 @@ import pytest
 from PIL import Image
 
 from ddrl_jax.report import media, plots, verdict, write_report
-from ddrl_jax.report.verdict import Change, read_changes, show
-from ddrl_jax.report.workdir import number, read_run
+from ddrl_jax.report.verdict import SIGNALS, Change, read_changes, show, stopped_sentence
+from ddrl_jax.report.workdir import number, read_run, short_labels
 
 HOSTILE = "\"'><script>alert(1)</script><img src=http://evil.example/x onerror=alert(2)> $\\frac{$ &"
 
@@ -38,6 +38,8 @@ def _quiet(loss=0.027):
         _signal("heldout_loss", loss, 0.1, False, f"The held-out loss rose by {loss:.1%}."),
         _signal("reward_slope", 0.012, 0.02, False),
         _signal("reward_std", 0.03, 0.25, False),
+        _signal("sub_scores", 0.08, 0.25, False, "A sub-score fell by 0.08."),
+        _signal("image_statistics", 0.03, 0.15, False),
     ]
 
 
@@ -58,7 +60,9 @@ def _hacked_summary() -> dict[str, Any]:
         "signals": [
             _signal("heldout_loss", 0.28, 0.1, True, "The held-out loss rose by 28 %."),
             _signal("reward_slope", 0.05, 0.02, True, "The reward rose steeply."),
-            _signal("reward_std", 0.2, 0.25, False),
+            _signal("reward_std", 0.2, 0.25, False, "The spread fell by 20 %."),
+            _signal("sub_scores", 0.31, 0.25, True, "Motion fell while the reward rose."),
+            _signal("image_statistics", 0.19, 0.15, True, "Edges grew by 19 %."),
         ],
         "config_file": "configs/quickstart.py",
         "command": "python -m ddrl_jax.main --config=configs/quickstart.py",
@@ -120,7 +124,13 @@ def test_one_judge_decides_by_its_whole_interval(judge, label):
 
 @pytest.mark.parametrize(
     ("alarm", "label"),
-    [("heldout_loss", "hacked"), ("reward_slope", "suspicious"), ("reward_std", "suspicious")],
+    [
+        ("heldout_loss", "hacked"),
+        ("reward_slope", "suspicious"),
+        ("reward_std", "suspicious"),
+        ("sub_scores", "suspicious"),
+        ("image_statistics", "suspicious"),
+    ],
 )
 def test_a_single_alarm(alarm, label):
     summary = _clean_summary()
@@ -129,7 +139,47 @@ def test_a_single_alarm(alarm, label):
     found = verdict(summary)
     assert found.label == label
     if label == "suspicious":
-        assert "a warning sign" in found.headline
+        assert "with a warning sign" in found.headline
+        summary["signals"][1]["alarm"] = summary["signals"][4]["alarm"] = True
+        summary["signals"][2]["alarm"] = summary["signals"][3]["alarm"] = False
+        assert "with 2 warning signs" in verdict(summary).headline
+
+
+def test_signals_of_an_older_run_are_not_measured_and_change_no_label():
+    for summary, label in ((_hacked_summary(), "hacked"), (_clean_summary(), "clean")):
+        summary["signals"] = summary["signals"][:3]
+        found = verdict(summary)
+        assert found.label == label
+        assert [r for r in found.reasons if "not measured" in r] == [
+            "Sub-scores traded for the reward: not measured.",
+            "What the pictures look like: not measured.",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("stopped", "sentence"),
+    [
+        (
+            {"step": 75, "action": "rollback", "ended_at": 50, "reason": "The loss rose."},
+            "The hacking monitor rolled the run back to update 50, for what it saw at update 75: The loss rose.",
+        ),
+        (
+            {"step": 75, "action": "stop", "ended_at": 75, "reason": ""},
+            "The hacking monitor stopped the run, for what it saw at update 75.",
+        ),
+        ({"action": "stop", "step": None}, "The hacking monitor stopped the run."),
+        ({}, ""),
+        (None, ""),
+        ("stop", ""),
+    ],
+)
+def test_what_the_monitor_did_is_told_and_changes_no_label(stopped, sentence):
+    assert stopped_sentence(stopped) == sentence
+    for summary in (_clean_summary(), _hacked_summary(), {}):
+        before, after = verdict(summary), verdict(summary | {"stopped": stopped})
+        assert (after.label, after.headline) == (before.label, before.headline)
+        told = [sentence] if sentence else []
+        assert after.reasons == before.reasons[:1] + told + before.reasons[1:]
 
 
 def test_a_falling_sub_score_is_suspicious():
@@ -173,7 +223,7 @@ def test_nothing_independent_measured_is_not_clean():
     found = verdict({"changes": [_change("reward", 0.9, 0.8, 1.0, kind="reward")]})
     assert found.label == "suspicious"
     assert "nothing independent" in found.headline
-    assert sum("not measured" in reason for reason in found.reasons) == 3
+    assert sum("not measured" in reason for reason in found.reasons) == 5
 
 
 def test_a_judge_without_an_interval_decides_nothing():
@@ -379,10 +429,13 @@ def _metrics(steps=30) -> list[dict[str, Any]]:
             "reward_std": 1.0, "valid_rate": 1.0, "data_loss": 0.3, "ratio_mean": 1.0,
             "ratio_max": 1.0, "clip_fraction": 0.0, "seconds": 1.7, "seconds_rollout": 0.6,
             "seconds_reward_wait": 0.1, "sub/digits/text_alignment": s / steps,
+            "sub/digits/overall": -1.0, "kl_loss": 0.01 * s,
+            "grad_norm/step00": 0.1, "grad_norm/step08": 0.1 + s if s % 2 else None, "grad_norm/step12": 3.0,
         })  # fmt: skip
     for s in (0, 15, 30):
         rows.append({"stage": "eval", "step": s, "heldout_loss": 0.3 + s / 1000, "reward": s / 30,
-                     "judge_digit": 0.66})  # fmt: skip
+                     "judge_digit": 0.66, "digits/text_alignment": s / 30, "image/edge_density": 0.2 + s / 600,
+                     "image/brightness": 0.1, "image/saturation": None})  # fmt: skip
     return rows
 
 
@@ -463,7 +516,9 @@ def test_full_report(tmp_path):
     assert "https://" not in raw
     for text in ("Hacked", "Held-out diffusion loss", "+28.0 %", "configs/quickstart.py", "frechet",
                  "judge_digit", "python -m ddrl_jax.main", "before", "after", "quiet", "alarm",
-                 "\u221220.0 %", "limit \u221225 %"):  # fmt: skip
+                 "\u221220.0 %", "limit \u221225 %", "19.0 %", "limit 15 %", "0.31", "group std, limit 0.25",
+                 *SIGNALS.values(), "Gradient norm of each trained step", "KL to the reference",
+                 "What the pictures look like, change since the start"):  # fmt: skip
         assert text in page.text, text
     ids = [attrs["id"] for _, attrs in page.elements if "id" in attrs]
     assert len(ids) == len(set(ids))
@@ -478,8 +533,8 @@ def test_full_report(tmp_path):
 
     pictures = {p.name for p in (workdir / "report").glob("*.png")}
     assert pictures == {f"{n}.png" for n in (
-        "reward", "heldout_loss", "reward_std", "frontier", "judge_curves", "ratio",
-        "sub_score_curves", "ddrl_loss", "pretrain_loss", "seconds", "sub_scores", "judges",
+        "reward", "heldout_loss", "reward_std", "frontier", "judge_curves", "ratio", "kl", "step_gradients",
+        "image_statistics", "sub_score_curves", "ddrl_loss", "pretrain_loss", "seconds", "sub_scores", "judges",
     )}  # fmt: skip
     for picture in (workdir / "report").glob("*.png"):
         with Image.open(picture) as image:
@@ -506,6 +561,133 @@ def test_the_loss_limit_is_the_runs_own(tmp_path):
     for name in ("config.json", "summary.json"):
         (workdir / name).unlink()
     assert read_run(workdir).loss_limit == 0.1
+
+
+def _columns(*names):
+    """The rows with these columns only: every chart takes its time to draw."""
+    kept = {"stage", "step", *names}
+    rows = [{k: v for k, v in row.items() if k in kept} for row in _metrics()]
+    return [row for row in rows if len(row) > 2]
+
+
+def test_every_signals_sentence_stands_once(tmp_path):
+    path = _write_workdir(tmp_path, _hacked_summary(), rows=[], evals=())
+    text = _Page(write_report(path).read_text()).text
+    for signal in _hacked_summary()["signals"]:
+        if signal["evidence"]:
+            assert text.count(signal["evidence"]) == 1, signal["name"]
+    summary = _hacked_summary()
+    summary["signals"] = []
+    (path / "summary.json").write_text(json.dumps(summary))
+    text = _Page(write_report(path).read_text()).text
+    assert text.count("not measured") == 5
+
+
+def test_the_limit_of_the_pictures_is_the_runs_own(tmp_path):
+    rows = _columns("image/edge_density", "image/brightness", "image/saturation")
+    limits = {"image_limit": 0.4, "heldout_loss_limit": 0.2}
+    workdir = _write_workdir(tmp_path, rows=rows, evals=(), config={"monitor": limits})
+    assert (read_run(workdir).image_limit, read_run(workdir).loss_limit) == (0.4, 0.2)
+    chart = {c.name: c for c in plots.curves(read_run(workdir))}["image_statistics"]
+    assert "limit +40 %" in chart.svg and "edge density" in chart.svg and "brightness" in chart.svg
+    assert "saturation" not in chart.svg  # grey clips have none
+    (workdir / "summary.json").write_text(json.dumps(_hacked_summary()))
+    assert read_run(workdir).image_limit == 0.15
+    for name in ("config.json", "summary.json"):
+        (workdir / name).unlink()
+    assert read_run(workdir).image_limit == 0.15
+
+
+def test_a_run_that_the_monitor_ended_says_so(tmp_path):
+    stopped = {"step": 15, "action": "rollback", "ended_at": 10, "reason": f"Too good. {HOSTILE}"}
+    path = _write_workdir(tmp_path, _clean_summary(), rows=[], evals=())
+    assert "The hacking monitor" not in _Page(write_report(path).read_text()).text
+    (path / "stopped.json").write_text(json.dumps(stopped))
+    for summary in (True, False):  # without one, there is no verdict yet
+        if not summary:
+            (path / "summary.json").unlink()
+        page = _Page(write_report(path).read_text())
+        _assert_self_contained(page, (path / "report" / "index.html").read_text())
+        assert (
+            page.text.count(f"rolled the run back to update 10, for what it saw at update 15: Too good. {HOSTILE}") == 1
+        )
+    (path / "stopped.json").write_text("{")
+    assert "stopped.json could not be read" in _Page(write_report(path).read_text()).text
+
+
+@pytest.mark.parametrize(
+    ("reward", "roles"),
+    [
+        (None, {"a/x": "unknown", "b/x": "unknown"}),
+        ({"weights": {}}, {"a/x": "unknown"}),
+        ({"weights": {"a/x": 1.0, "a/y": 0.0}}, {"a/x": "reward", "a/y": "none", "a/overall": "none", "b/x": "none"}),
+        ({"weights": {"a": 1.0}}, {"a/x": "reward", "a/overall": "reward", "b/x": "none"}),
+        ({"weights": {"a/overall": -1.0}}, {"a/x": "reward", "ab/x": "none"}),
+        (
+            {"weights": {"a/x": 1.0}, "gates": {"b/x": 0.0, "c": 1.0}},
+            {"a/x": "reward", "b/x": "gate", "b/y": "none", "c/y": "gate"},
+        ),
+    ],
+)
+def test_what_training_made_of_a_sub_score(tmp_path, reward, roles):
+    run = read_run(_write_workdir(tmp_path, config={"seed": 0} | ({"reward": reward} if reward is not None else {})))
+    assert {name: run.role(name) for name in roles} == roles
+
+
+def test_sub_scores_without_a_weight_are_set_apart(tmp_path):
+    summary = _clean_summary()
+    names = ["digits/text_alignment", "digits/overall", "ocr/text_alignment"]
+    summary["changes"][1:3] = [_change(n, 0.5, 0.4, 0.6, kind="sub") | {"label": "Text alignment"} for n in names]
+    summary["changes"][2]["label"] = "Overall"
+    weights = {"weights": {"digits/text_alignment": 1.0}, "gates": {"ocr/text_alignment": 0.0}}
+    rows = _columns("sub/digits/text_alignment", "sub/digits/overall")
+    path = _write_workdir(tmp_path, summary, rows=rows, evals=(), config={"reward": weights})
+    text = re.sub(r"\s+", " ", _Page(write_report(path).read_text()).text)
+    heads = [
+        "Reward and its sub-scores, which training saw",
+        "digits: Text alignment",
+        "Sub-scores that gate the reward",
+        "ocr: Text alignment",
+        "Other sub-scores of the same scorers: no weight",
+        "Overall",
+        "Judges, which",
+    ]
+    places = [text.index(head, text.index(heads[0])) for head in heads]
+    assert places == sorted(places)
+    bars = plots.bars(read_changes(summary), read_run(path).role)[0].svg
+    assert "Overall (no weight)" in bars and "ocr: Text alignment (gate)" in bars
+    assert "digits: Text alignment<" in bars
+    curves = {c.name: c for c in plots.curves(read_run(path))}["sub_score_curves"].svg
+    assert "overall (no weight)" in curves and "text alignment<" in curves
+    # Without weights nothing is known, and nothing is marked.
+    path = _write_workdir(tmp_path / "old", summary, rows=[], evals=())
+    assert "no weight" not in _Page(write_report(path).read_text()).text
+
+
+def test_short_labels():
+    names = ["a/some_score", "b/some_score", "b/other", "plain"]
+    assert short_labels(names) == {
+        "a/some_score": "a: some score", "b/some_score": "b: some score", "b/other": "other", "plain": "plain",
+    }  # fmt: skip
+
+
+def test_the_kl_is_drawn_only_where_a_reference_is_held(tmp_path):
+    rows = _columns("kl_loss", "grad_norm/step00")
+    for path, held, names in (("held", 1.0, {"kl", "step_gradients"}), ("none", 0.0, {"step_gradients"})):
+        scaled = [r | {"kl_loss": held * r["kl_loss"]} for r in rows]
+        run = read_run(_write_workdir(tmp_path / path, rows=scaled, evals=()))
+        assert {c.name for c in plots.curves(run)} == names
+
+
+def test_step_gradients_are_named_by_their_step_on_a_readable_scale(tmp_path):
+    rows = _columns("grad_norm/step00", "grad_norm/step08", "grad_norm/step12")
+    [chart] = plots.curves(read_run(_write_workdir(tmp_path, rows=rows, evals=())))
+    svg = chart.svg
+    assert all(f">step {n}</text>" in svg for n in (0, 8, 12))
+    assert "mathdefault" not in svg and ">0.1</text>" in svg  # 0.1 to 29: logarithmic
+    rows = [{"stage": "ddrl", "step": n, "grad_norm/step07": 1.0} for n in range(3)]
+    [chart] = plots.curves(read_run(_write_workdir(tmp_path / "one", rows=rows, evals=())))
+    assert ">step 7</text>" in chart.svg
 
 
 def test_repeated_calls_give_the_same_page(tmp_path):

@@ -1,5 +1,6 @@
 """The sampler: golden chains, what is recorded, draws, dtypes, compilation."""
 
+import dataclasses
 import functools
 import pathlib
 
@@ -8,7 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ddrl_jax import DanceSDE, EDMChurn, FlowSDE, Trajectory, guided, sample
+from ddrl_jax import (
+    DanceSDE,
+    EDMChurn,
+    FlowCPS,
+    FlowSDE,
+    Objective,
+    Trajectory,
+    guided,
+    loss_fn,
+    sample,
+    window_steps,
+)
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "sampler.npz")
 PROCESSES = {
@@ -16,6 +28,7 @@ PROCESSES = {
     "1euler": EDMChurn(solver="1euler"),
     "2mid": EDMChurn(solver="2mid"),
     "flow": FlowSDE(),
+    "cps": FlowCPS(),
     "dance": DanceSDE(),
 }
 
@@ -108,11 +121,16 @@ def test_last_state_and_finish(name):
     rng = np.random.default_rng(0)
     noise = (rng.normal(size=(2, 3)).astype(np.float32), rng.normal(size=(num_steps, 2, 3)).astype(np.float32))
     is_edm = isinstance(process, EDMChurn)
-    last = num_steps - 2 if is_edm else num_steps - 1
+    last = int(np.flatnonzero(process.step_stds(num_steps))[-1])
+    assert last == (num_steps - 1 if name in ("flow", "dance") else num_steps - 2)
     x0, at = sample(
         params, None, None, denoise=toy, process=process, shape=(2, 3), num_steps=num_steps, record=(0, last),
         noise=noise,
     )  # fmt: skip
+    if name == "cps":
+        # The last step has no noise: x_next is its x, and the sample its x0.
+        np.testing.assert_allclose(x0, toy(params, at.x_next[1], jnp.full(2, process.levels(5)[4]), None), rtol=1e-5)
+        return
     if not is_edm:
         np.testing.assert_array_equal(at.x[0], noise[0])
         last_x0 = toy(params, at.x[1], jnp.full(2, at.sigma[1]), None)
@@ -203,16 +221,13 @@ def test_default_record_and_odes(name):
     process = PROCESSES[name]
     f = functools.partial(sample, 0.7, jax.random.key(0), None, denoise=toy, shape=(2, 3), num_steps=6)
     np.testing.assert_array_equal(f(process=process)[1].step, [0, 2, 4])
-    if isinstance(process, EDMChurn):
-        ode = EDMChurn(solver=process.solver, s_churn=0.0)
-    else:
-        ode = FlowSDE(noise_level=0.0) if name == "flow" else DanceSDE(eta=0.0)
+    ode = EDMChurn(solver=process.solver, s_churn=0.0) if isinstance(process, EDMChurn) else process.ode()
     x0, nothing = f(process=ode)
     assert nothing.x.shape == (0, 2, 3) and nothing.step.shape == (0,)
     # The start noise alone decides an ODE's sample.
     noise = (nothing.init_noise, jax.random.normal(jax.random.key(9), (6, 2, 3)))
     np.testing.assert_allclose(f(process=ode, noise=noise)[0], x0, rtol=1e-6, atol=1e-6)
-    with_last = f(process=process, record=(4,) if isinstance(process, EDMChurn) else (5,))[1]
+    with_last = f(process=process, record=(5,) if name in ("flow", "dance") else (4,))[1]
     assert with_last.std[0] > 0
 
 
@@ -265,8 +280,17 @@ def test_missing_or_misshapen_noise_is_an_error():
     f = functools.partial(sample, 0.7, None, None, denoise=toy, process=EDMChurn(), shape=(2, 3), num_steps=4)
     with pytest.raises(ValueError, match="rng=None"):
         f()
+    for churn in (np.ones((3, 2, 3)), np.ones((2, 3))):
+        with pytest.raises(ValueError, match="noise has shapes") as error:
+            f(noise=(np.ones((2, 3)), churn))
+        assert str(error.value).endswith("expected (2, 3), (4, 2, 3) or None") and "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"rng=None: noise=\(x_init_unit, None\) draws the churn"):
+        f(noise=(np.ones((2, 3)), None))
     with pytest.raises(ValueError, match="noise has shapes"):
-        f(noise=(np.ones((2, 3)), np.ones((3, 2, 3))))
+        sample(
+            0.7, jax.random.key(0), None, denoise=toy, process=EDMChurn(), shape=(2, 3), num_steps=4,
+            noise=(np.ones((3, 3)), None),
+        )  # fmt: skip
 
 
 def test_memory_is_the_recorded_steps_whatever_the_number_of_steps():
@@ -350,4 +374,151 @@ ONE = np.ones((1, 1))
 def test_trees_that_do_not_agree_are_a_one_line_error(cond, null, word):
     with pytest.raises(ValueError, match=word) as error:
         guided(summed, 1.0, null)(None, jnp.zeros((1, 1)), jnp.ones(1), cond)
+    assert "\n" not in str(error.value)
+
+
+# --- Start noise shared in a group, and a window of stochastic steps -------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_given_start_noise_and_drawn_churn(name):
+    f = functools.partial(
+        sample, 0.7, cond=None, denoise=toy, process=PROCESSES[name], shape=(4, 3), num_steps=5, keep_mean=True
+    )
+    key = jax.random.key(2)
+    x0, drawn = f(key)
+    # With the start noise that the key would have drawn, all is as the key alone gives it.
+    again, given = f(key, noise=(drawn.init_noise, None))
+    for ours, theirs in zip(jax.tree.leaves((again, given)), jax.tree.leaves((x0, drawn)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    # A group that shares its start noise still spreads, by its churn alone.
+    shared = jnp.repeat(drawn.init_noise[:1], 4, axis=0)
+    x0, at = f(key, noise=(shared, None))
+    np.testing.assert_array_equal(at.init_noise, shared)
+    assert np.asarray(x0).std(axis=0).min() > 1e-3
+    if not PROCESSES[name].noises_first:
+        np.testing.assert_array_equal(at.x[0], shared)  # EDMChurn's first state has its own churn already
+    assert f(key, noise=(shared.astype(jnp.bfloat16), None))[1].x.dtype == jnp.bfloat16
+
+
+FLOWS = {"flow": FlowSDE(), "cps": FlowCPS(noise_level=0.6), "dance": DanceSDE()}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("name", FLOWS)
+def test_a_window_of_stochastic_steps_is_the_hand_written_loop(name, jit):
+    process, num_steps, window = FLOWS[name], 7, (2, 3, 4)
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        noise = (rng.normal(size=(3, 2)), rng.normal(size=(num_steps, 3, 2)))
+        mask = np.isin(np.arange(num_steps), window)
+        f = lambda mask, record: sample(  # noqa: E731
+            0.7, None, None, denoise=toy, process=process, shape=(3, 2), num_steps=num_steps, record=record,
+            noise=noise, stochastic=mask, keep_mean=True,
+        )  # fmt: skip
+        x0, at = (jax.jit(f) if jit else f)(mask, jnp.array(window))
+
+        levels = process.levels(num_steps)
+        x, states, means, stds = noise[0], [], [], []
+        for i in range(num_steps):
+            t, t_next = levels[i], levels[i + 1]
+            last = np.tanh(0.7 * x / (1 + t))
+            v = (x - last) / t
+            mean, std = x + (t_next - t) * v, 0.0
+            if mask[i]:
+                mean, std = (np.asarray(a) for a in process.mean_std(x, t, t_next, last, num_steps=num_steps))
+            states.append(x)
+            means.append(mean)
+            stds.append(float(std))
+            x = mean + std * noise[1][i]
+        states.append(x)
+        np.testing.assert_allclose(x0, last if name == "dance" else x, rtol=0, atol=1e-13)
+        for k, i in enumerate(window):
+            np.testing.assert_allclose(at.x[k], states[i], rtol=0, atol=1e-13)
+            np.testing.assert_allclose(at.x_next[k], states[i + 1], rtol=0, atol=1e-13)
+            np.testing.assert_allclose(at.mean_old[k], means[i], rtol=0, atol=1e-13)
+            np.testing.assert_allclose(at.std[k], stds[i], rtol=1e-12)
+        assert (np.asarray(at.std) > 0).all()
+
+        # The replay of recorded steps is the rollout: ratio 1, with the recorded mean and without.
+        objective = Objective(log_ratio="gaussian_sum")
+        for trajectory in (at, dataclasses.replace(at, mean_old=None)):
+            metrics = loss_fn(
+                0.7, trajectory, np.array([1.0, -1.0, 0.5]), None, None, None, denoise=toy, process=process,
+                objective=objective,
+            )[1]  # fmt: skip
+            np.testing.assert_allclose(metrics["parts"]["log_ratio"], 0.0, atol=1e-12)
+            np.testing.assert_allclose([metrics["ratio_mean"], metrics["ratio_max"]], 1.0, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_no_stochastic_step_is_the_ode_and_all_of_them_are_the_process(name):
+    process, key = FLOWS[name], jax.random.key(1)
+    f = functools.partial(sample, 0.7, key, None, denoise=toy, shape=(3, 2), num_steps=6)
+    nothing = f(process=process, stochastic=np.zeros(6, bool))
+    assert nothing[1].x.shape == (0, 3, 2)  # the default record holds stochastic steps only
+    np.testing.assert_allclose(nothing[0], f(process=process.ode())[0], rtol=1e-6, atol=1e-6)
+    for ours, theirs in zip(
+        jax.tree.leaves(f(process=process, stochastic=(True,) * 6)), jax.tree.leaves(f(process=process)), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert np.abs(nothing[0] - f(process=process)[0]).max() > 1e-2
+
+
+def test_a_moving_window_compiles_nothing():
+    traces = []
+
+    def counted(params, x, sigma, cond):
+        traces.append(1)
+        return toy(params, x, sigma, cond)
+
+    @jax.jit
+    def rollout(iteration):
+        steps = window_steps(iteration, 6, window=2, every=1)
+        mask = jnp.zeros(6, bool).at[steps].set(True)
+        return sample(
+            0.7, jax.random.key(0), None, denoise=counted, process=FlowSDE(), shape=(2, 3), num_steps=6, record=steps,
+            stochastic=mask,
+        )  # fmt: skip
+
+    stds, first = FlowSDE().step_stds(6), None
+    for iteration in range(6):
+        x0, at = rollout(iteration)
+        first = first or len(traces)
+        np.testing.assert_array_equal(at.step, [iteration % 5, iteration % 5 + 1])
+        np.testing.assert_allclose(at.std, stds[np.asarray(at.step)], rtol=1e-6)
+        assert np.isfinite(x0).all()
+    assert len(traces) == first and rollout._cache_size() == 1
+
+
+def test_steps_outside_a_traced_window_are_dead_and_outside_a_concrete_one_an_error():
+    f = functools.partial(
+        sample, 0.7, jax.random.key(0), None, denoise=toy, process=FlowSDE(), shape=(2, 3), num_steps=6
+    )
+    mask = np.isin(np.arange(6), (1, 2))
+    for record in ((1, 3, 2), jnp.array([1, 3, 2])):
+        at = jax.jit(lambda m, record=record: f(record=record, stochastic=m))(mask)[1]
+        np.testing.assert_array_equal(np.asarray(at.std) > 0, [True, False, True])
+        with pytest.raises(ValueError, match="record holds step 3, whose next state is deterministic") as error:
+            f(record=record, stochastic=mask)
+        assert "\n" not in str(error.value)
+    at = jax.jit(lambda record: f(record=record, stochastic=mask))(jnp.array([1, 3, 2]))[1]
+    np.testing.assert_array_equal(np.asarray(at.std) > 0, [True, False, True])
+    np.testing.assert_array_equal(f(stochastic=mask)[1].step, [2])
+    at = jax.jit(lambda m: f(record=(1, 2), stochastic=tuple(m))[1])(mask)
+    assert (np.asarray(at.std) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("process", "mask", "word"),
+    [
+        (EDMChurn(), np.ones(6, bool), "stochastic is given with EDMChurn"),
+        (FlowSDE(), np.ones(5, bool), r"stochastic has shape \(5,\)"),
+        (FlowSDE(), np.ones(6), "dtype float64: expected \\(6,\\) and bool"),
+        (FlowSDE(), (0, 1), r"shape \(2,\)"),
+    ],
+)
+def test_a_bad_window_is_a_one_line_error(process, mask, word):
+    with pytest.raises(ValueError, match=word) as error:
+        sample(0.7, jax.random.key(0), None, denoise=toy, process=process, shape=(2, 3), num_steps=6, stochastic=mask)
     assert "\n" not in str(error.value)

@@ -56,6 +56,12 @@ class Checkpoints:
         if wait:
             self._manager.wait_until_finished()
 
+    def forget_after(self, step: int) -> None:
+        """Deletes the checkpoints of later steps: the run goes back to `step`."""
+        self._manager.wait_until_finished()
+        for later in [s for s in self.steps() if s > step]:
+            self._manager.delete(later)
+
     def restore(self, like: Any) -> tuple[int, Any] | None:
         """(step, state) of the newest readable checkpoint, or None when there is none.
 

@@ -342,22 +342,28 @@ def write_clips(
     """
     if count < 1:
         raise ValueError(f"count = {count}: must be at least 1")
-    source = DigitClips(split, frames=frames, size=size, seed=seed)
+    a = DigitClips(split, frames=frames, size=size, seed=seed).arrays(np.arange(count))
+    return save_clips(path, StoredClips(a["video"], a["digit"], a["direction"], _captions(a)))
+
+
+def save_clips(path: str | os.PathLike[str], clips: StoredClips) -> Path:
+    """Write clips to the file, or to `clips.npz` in the folder, that `load_clips` reads; returns the file.
+
+    It appears only when it is complete, and a file already there is replaced.
+    """
     target = Path(path)
     if target.suffix != ".npz":
         target = target / CLIPS_FILE
-    a = source.arrays(np.arange(count))
-    captions = _captions(a)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".partial")
     try:
         with os.fdopen(handle, "wb") as f:
             np.savez_compressed(
                 f,
-                video=a["video"],
-                digit=a["digit"],
-                direction=a["direction"],
-                caption=np.array(captions),
+                video=clips.video,
+                digit=clips.digit,
+                direction=clips.direction,
+                caption=np.array(clips.caption),
             )
         os.chmod(partial, 0o644)
         os.replace(partial, target)
@@ -368,7 +374,7 @@ def write_clips(
 
 
 def load_clips(path: str | os.PathLike[str], field: str = "data.path") -> StoredClips:
-    """Read what `write_clips` wrote: a folder with `clips.npz`, or such a file.
+    """Read what `save_clips` or `write_clips` wrote: a folder with `clips.npz`, or such a file.
 
     Raises:
       ValueError: one line naming `field`, the path and what would be right, when there is nothing there, when it
@@ -376,7 +382,7 @@ def load_clips(path: str | os.PathLike[str], field: str = "data.path") -> Stored
     """
 
     def refuse(why: str) -> ValueError:
-        right = f"it must be a folder with {CLIPS_FILE} as ddrl_jax.data.digits.write_clips makes it"
+        right = f"it must be a folder with {CLIPS_FILE} as --mode=prepare or ddrl_jax.data.digits.write_clips makes it"
         return ValueError(f"{field} = {str(path)!r}: {why}; {right}")
 
     file = Path(path)

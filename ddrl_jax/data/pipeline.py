@@ -10,6 +10,7 @@ Must not know about models or training.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -32,6 +33,36 @@ class ClipSource(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, Any]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _First:
+    """The first `count` clips of a source."""
+
+    source: ClipSource
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, Any]:
+        index_N = np.asarray(indices, np.int64).reshape(-1)
+        if index_N.size and not (index_N.min() >= 0 and index_N.max() < self.count):
+            raise IndexError(f"clip index must be in 0 .. {self.count - 1}")
+        return self.source.batch(index_N)
+
+
+def limited(source: ClipSource, n: int) -> ClipSource:
+    """The source's first n clips, 0 all of them (paper, Fig. 5: number of data points).
+
+    The clips of a smaller n are among those of a larger one. A batch of more than n clips repeats them.
+
+    Raises:
+      ValueError: n is negative, or the source has fewer; the message names data.limit.
+    """
+    if not 0 <= n <= len(source):
+        raise ValueError(f"data.limit={n}: must be 0 (all) or a number of clips, of which there are {len(source)}")
+    return _First(source, n) if n else source
 
 
 def _check_split(name: str, batch_size: int, process_index: int, process_count: int) -> None:

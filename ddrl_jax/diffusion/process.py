@@ -3,7 +3,8 @@
 A process is a frozen, hashable dataclass. To add one, write a class with the members of `Process`:
 levels (`levels`, `seen_levels`, `step_stds`), start (`start`), kernel (`mean_std`), finish (`finish`), training
 (`corrupt`, `loss_weight`, `draw_sigma`), and say whether it keeps history (`keeps_history`: mean_std reads the
-previous step's x0) and when it noises (`noises_first`). Nothing else in the library knows which process it runs.
+previous step's x0) and when it noises (`noises_first`); `ode` is optional. Nothing else in the library knows which
+process it runs.
 
 Dims: B batch, S the sample's shape, n solver steps.
 """
@@ -77,6 +78,9 @@ class Process(Protocol):
 
     def draw_sigma(self, rng: chex.PRNGKey, shape: Sequence[int]) -> chex.Array:
         """Levels from the training law."""
+
+    # A process with noises_first False may also have `ode() -> Process`, its noiseless self on the same levels:
+    # `sample(stochastic=...)` takes its mean where a step is deterministic.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +239,7 @@ class EDMChurn:
 
 @dataclasses.dataclass(frozen=True)
 class _Flow:
-    """What both flow processes share: time t in [0,1], x_t = (1-t) x0 + t e, noise after each mean, no history."""
+    """What the flow processes share: time t in [0,1], x_t = (1-t) x0 + t e, noise after each mean, no history."""
 
     @property
     def keeps_history(self) -> bool:
@@ -246,6 +250,10 @@ class _Flow:
         return False
 
     def levels(self, num_steps: int) -> np.ndarray:
+        raise NotImplementedError
+
+    def ode(self) -> _Flow:
+        """The same levels without noise: the Euler step of the probability-flow ODE."""
         raise NotImplementedError
 
     def seen_levels(self, num_steps: int) -> np.ndarray:
@@ -298,6 +306,9 @@ class FlowSDE(_Flow):
     def levels(self, num_steps: int) -> np.ndarray:
         return levels_lib.flow_match_euler_levels(num_steps, self.shift)
 
+    def ode(self) -> FlowSDE:
+        return dataclasses.replace(self, noise_level=0.0)
+
     def mean_std(
         self,
         x: chex.Array,
@@ -334,6 +345,70 @@ class FlowSDE(_Flow):
 
 
 @dataclasses.dataclass(frozen=True)
+class FlowCPS(_Flow):
+    """Coefficients-preserving sampling on diffusers' flow-match Euler levels (Wang & Yu 2025, arXiv 2509.05952).
+
+    With x1 = x + (1-t) v the predicted noise, v = (x - x0)/t:
+      std = t' sin(noise_level pi/2),  mean = (1-t') x0 + sqrt(t'^2 - std^2) x1 (root = t' cos(noise_level pi/2)).
+    x0 and noise keep the coefficients 1-t' and t' of x_t' = (1-t') x0 + t' e, so that no noise is left in the sample
+    that the denoiser was not told of. The std does not shrink with the step length: exact for a point mass, but not the
+    reversal of the forward noising. The step into t' = 0 is deterministic and the sample is the last state. Its usual
+    log ratio is "mean_square": the authors drop 1/(2 std^2).
+
+    Attributes:
+      noise_level: the paper's eta in [0,1], the share of new noise; 0 is the ODE (Euler).
+      shift: the schedule's time shift.
+    """
+
+    noise_level: float = 0.7
+    shift: float = 3.0
+
+    def __post_init__(self) -> None:
+        _check_flow("noise_level", self.noise_level, self.shift)
+        if not self.noise_level <= 1.0:
+            raise ValueError(
+                f"noise_level={self.noise_level}: expected at most 1 (FlowCPS replaces a share of the noise)"
+            )
+
+    def levels(self, num_steps: int) -> np.ndarray:
+        return levels_lib.flow_match_euler_levels(num_steps, self.shift)
+
+    def ode(self) -> FlowCPS:
+        return dataclasses.replace(self, noise_level=0.0)
+
+    def mean_std(
+        self,
+        x: chex.Array,
+        sigma: chex.ArrayLike,
+        sigma_next: chex.ArrayLike,
+        x0: chex.Array,
+        prev_x0: chex.Array | None = None,
+        prev_sigma: chex.ArrayLike | None = None,
+        *,
+        num_steps: int,
+        x0_fn: X0Fn | None = None,
+    ) -> tuple[chex.Array, chex.Array]:
+        """Mean (B,*S) and std (sigma's shape) of the next state; arguments as in `EDMChurn.mean_std`, no history."""
+        del prev_x0, prev_sigma, num_steps, x0_fn
+        dtype = compute_dtype(x, x0)
+        sigma, sigma_next = jnp.asarray(sigma, dtype), jnp.asarray(sigma_next, dtype)
+        x, x0 = jnp.asarray(x, dtype), jnp.asarray(x0, dtype)
+        t, t_next = expand(sigma, x), expand(sigma_next, x)
+        x1 = x + (1.0 - t) * (x - x0) / t
+        mean = (1.0 - t_next) * x0 + t_next * math.cos(0.5 * math.pi * self.noise_level) * x1
+        return mean, self._std(sigma, sigma_next, jnp)
+
+    def finish(self, x_last: chex.Array, last_x0: chex.Array, x0_fn: X0Fn) -> chex.Array:
+        """The last state, which is the last x0."""
+        del last_x0, x0_fn
+        return x_last
+
+    def _std(self, t: Any, t_next: Any, xp: Any) -> Any:
+        del t, xp
+        return t_next * math.sin(0.5 * math.pi * self.noise_level)
+
+
+@dataclasses.dataclass(frozen=True)
 class DanceSDE(_Flow):
     """DanceGRPO's SDE on shifted linear levels (Xue et al. 2025, arXiv 2505.07818).
 
@@ -354,6 +429,9 @@ class DanceSDE(_Flow):
 
     def levels(self, num_steps: int) -> np.ndarray:
         return levels_lib.shifted_linear_levels(num_steps, self.shift)
+
+    def ode(self) -> DanceSDE:
+        return dataclasses.replace(self, eta=0.0)
 
     def mean_std(
         self,

@@ -121,7 +121,8 @@ def sample(
     shape: Sequence[int],
     num_steps: int,
     record: Sequence[int] | chex.Array | None = None,
-    noise: tuple[chex.Array, chex.Array] | None = None,
+    noise: tuple[chex.Array, chex.Array | None] | None = None,
+    stochastic: Sequence[bool] | chex.Array | None = None,
     keep_mean: bool = False,
     dtype: Any = None,
 ) -> tuple[chex.Array, Trajectory]:
@@ -135,52 +136,61 @@ def sample(
       rng: key; None when every draw is given by `noise`.
       cond: condition, handed on as given.
       denoise: (params, x (B,*S), sigma (B,), cond) -> x0.
-      process: EDMChurn, FlowSDE or DanceSDE.
+      process: EDMChurn, FlowSDE, FlowCPS or DanceSDE.
       shape: (B,*S).
       num_steps: n, solver steps.
       record: the recorded steps, a tuple or a (K,) int array, which may be traced or hold tracers: K is static and
         another subset compiles nothing. Default: the stochastic ones of range(0, n-1, 2); () for none.
       noise: (x_init_unit (B,*S), churn (n,B,*S)) replaces the draws. EDMChurn noises step i by churn[i] before its
-        evaluation; the flows noise step i by churn[i] after it.
+        evaluation; the flows noise step i by churn[i] after it. With churn None it is drawn from rng, with the draws
+        that rng alone would give: for groups that share their start noise.
+      stochastic: (n,) bool, which may be traced: a step where it is False is the process's own ODE's (its mean without
+        noise, std 0), so that another window of stochastic steps compiles nothing (MixGRPO, arXiv 2507.21802). None is
+        all. For the flows only.
       keep_mean: record mean_old.
       dtype: of the latents; None is the noise's, else float32. Levels are float32 at least.
 
     Returns:
-      x0 (B,*S) and the trajectory. A traced record's slot outside the schedule, or whose next state is deterministic,
-      has std 0 and weight 0.
+      x0 (B,*S) and the trajectory. A traced record's slot outside the schedule, or whose next state is deterministic
+      (by the schedule, or by stochastic), has std 0 and weight 0.
 
     Raises:
-      ValueError: a concrete record holds a step outside the schedule or one whose next state is deterministic; neither
-        rng nor noise.
+      ValueError: a concrete record holds a step outside the schedule or one whose next state is deterministic (which a
+        concrete stochastic can make it); a draw is needed and rng is None; noise or stochastic of another shape;
+        stochastic for a process that noises before its evaluation.
     """
     shape = tuple(shape)
     levels = process.levels(num_steps)
     seen, stds = process.seen_levels(num_steps), process.step_stds(num_steps)
-    record_K = _resolve_record(record, stds)
+    mask, ode = _resolve_stochastic(stochastic, process, num_steps)
+    record_K = _resolve_record(record, np.where(mask, stds, 0.0) if isinstance(mask, np.ndarray) else stds)
     num_records = record_K.shape[0]
 
     # Start noise and churn: given, or drawn step by step inside the scan.
-    if noise is not None:
-        unit_noise, given_churn = jnp.asarray(noise[0], dtype), jnp.asarray(noise[1], dtype)
-        if unit_noise.shape != shape or given_churn.shape != (num_steps, *shape):
-            raise ValueError(
-                f"noise has shapes {unit_noise.shape}, {given_churn.shape}: expected {shape}, {(num_steps, *shape)}"
-            )
-        dtype = unit_noise.dtype
-
-        def churn(i: chex.ArrayLike) -> chex.Array:
-            i = jnp.minimum(i, num_steps - 1)
-            return jax.lax.dynamic_index_in_dim(given_churn, i, keepdims=False).astype(dtype)
-
-    else:
-        if rng is None:
-            raise ValueError("rng=None: expected a key, or noise=(x_init_unit, churn)")
+    if noise is None and rng is None:
+        raise ValueError("rng=None: expected a key, or noise=(x_init_unit, churn)")
+    if noise is not None and noise[1] is None and rng is None:
+        raise ValueError("rng=None: noise=(x_init_unit, None) draws the churn, expected a key")
+    init_key, churn_key = (None, None) if rng is None else jax.random.split(rng)
+    if noise is None:
         dtype = jnp.dtype(jnp.float32 if dtype is None else dtype)
-        init_key, churn_key = jax.random.split(rng)
         unit_noise = jax.random.normal(init_key, shape, dtype)
+    else:
+        unit_noise = jnp.asarray(noise[0], dtype)
+        dtype = unit_noise.dtype
+        churn_shape = (num_steps, *shape) if noise[1] is None else jnp.shape(noise[1])
+        if unit_noise.shape != shape or churn_shape != (num_steps, *shape):
+            raise ValueError(
+                f"noise has shapes {unit_noise.shape}, {'None' if noise[1] is None else churn_shape}: "
+                f"expected {shape}, {(num_steps, *shape)} or None"
+            )
+    given_churn = None if noise is None or noise[1] is None else jnp.asarray(noise[1])
 
-        def churn(i: chex.ArrayLike) -> chex.Array:
+    def churn(i: chex.ArrayLike) -> chex.Array:
+        if given_churn is None:
             return jax.random.normal(jax.random.fold_in(churn_key, i), shape, dtype)
+        i = jnp.minimum(i, num_steps - 1)
+        return jax.lax.dynamic_index_in_dim(given_churn, i, keepdims=False).astype(dtype)
 
     level_dtype = jnp.result_type(jnp.float32, dtype)
     schedule = {
@@ -189,6 +199,8 @@ def sample(
         "std": jnp.asarray(stds, level_dtype),
         "prev_sigma": jnp.asarray(np.append(np.inf, seen[:-1]), level_dtype),
     }
+    if mask is not None:
+        schedule |= {"stochastic": mask, "std": jnp.where(mask, schedule["std"], 0.0)}
 
     x = process.start(unit_noise, churn(0), num_steps).astype(dtype)
     fields = ["x", "x_next"]
@@ -211,6 +223,10 @@ def sample(
             process=process,
             num_steps=num_steps,
         )
+        if ode is not None:
+            # Both means come from one evaluation; a recorded step is stochastic, and its mean the replay's.
+            ode_mean, _ = ode.mean_std(x, at["sigma"], at["sigma_next"], x0, num_steps=num_steps)
+            mean = jnp.where(at["stochastic"], mean, ode_mean.astype(mean.dtype))
         # A process that noises first reaches the next step's x with the next step's noise.
         x_next = mean + at["std"].astype(dtype) * churn(i + 1 if process.noises_first else i)
         values = {"x": x, "x_next": x_next, "mean_old": mean, "prev_x0": prev_x0}
@@ -237,6 +253,27 @@ def sample(
         num_steps=num_steps,
     )
     return sample_x0, trajectory
+
+
+def _resolve_stochastic(
+    stochastic: Sequence[bool] | chex.Array | None, process: Process, num_steps: int
+) -> tuple[np.ndarray | chex.Array | None, Process | None]:
+    """(n,) bool, numpy where it is concrete, and the process's ODE; (None, None) where every step keeps its noise."""
+    if stochastic is None:
+        return None, None
+    if process.noises_first:
+        raise ValueError(
+            f"stochastic is given with {type(process).__name__}, which noises before its evaluation: expected a flow "
+            "process"
+        )
+    if isinstance(stochastic, tuple | list) and any(isinstance(i, jax.core.Tracer) for i in stochastic):
+        stochastic = jnp.stack([jnp.asarray(i) for i in stochastic])
+    mask = stochastic if isinstance(stochastic, jax.core.Tracer) else np.asarray(stochastic)
+    if mask.shape != (num_steps,) or mask.dtype != np.bool_:
+        raise ValueError(
+            f"stochastic has shape {mask.shape} and dtype {mask.dtype}: expected {(num_steps,)} and bool, one a step"
+        )
+    return mask, process.ode()  # type: ignore[attr-defined]  # optional in the protocol
 
 
 def _resolve_record(record: Sequence[int] | chex.Array | None, stds: np.ndarray) -> chex.Array:

@@ -24,6 +24,7 @@ from ddrl_jax.report.verdict import (
     read_changes,
     read_signals,
     show,
+    stopped_sentence,
     verdict,
 )
 from ddrl_jax.report.workdir import Run, Samples, column, number, read_run
@@ -44,6 +45,8 @@ _ICONS = {
 
 _KINDS = {
     "reward": "Reward and its sub-scores, which training saw; one scale for all",
+    "gate": "Sub-scores that gate the reward: training saw whether they passed; each on its own scale",
+    "none": "Other sub-scores of the same scorers: no weight in the reward, each on its own scale",
     "judge": "Judges, which training never saw; each on its own scale",
     "other": "Other measures; each on its own scale",
 }
@@ -58,6 +61,11 @@ _GLOSSARY = (
      "found a shortcut."),
     ("Within-group std", "The spread of the reward among rollouts of one prompt. When it collapses, all "
      "rollouts look alike. It is a late signal."),
+    ("Sub-scores traded for the reward", "The reward is made of several scores. If it rises while one of them falls, "
+     "the policy may have found where the points are cheap. Measured against how much rollouts of one prompt differ."),
+    ("What the pictures look like", "Edge density, colour saturation, change from frame to frame, brightness, "
+     "contrast: numbers without an opinion. Hacked pictures turn garish, over-sharp or still before anybody looks at "
+     "them; a poor base may move them honestly."),
     ("Judge", "A measurement that training never used: a network trained on other data, or a distance "
      "between generated and real clips. If the reward rises and a judge falls, believe the judge."),
     ("Fr\u00e9chet distance", "How far the judge\u2019s view of generated clips lies from its view of real "
@@ -68,6 +76,10 @@ _GLOSSARY = (
      "the policy near the data."),
     ("Policy ratio, clipped fraction", "How far one update moved the policy from the one that made the "
      "rollouts, and how often clipping held it back."),
+    ("Gradient norm of a step", "How hard each denoising step of the rollout pulls at the weights. One step that "
+     "outgrows the others is what the update is really about."),
+    ("KL to the reference", "How far the policy is from where it began, on its own rollouts. It can stay flat while "
+     "the samples leave the data: the held-out loss looks from the data\u2019s side."),
     ("Valid rate", "The share of rollouts whose reward arrived and was a number. The others are left "
      "out, never counted as 0."),
 )  # fmt: skip
@@ -93,7 +105,7 @@ def write_report(workdir: str | Path) -> Path:
     run = read_run(workdir)
     _write_samples(run)
     charts = plots.curves(run)
-    for chart in (*charts, *plots.bars(read_changes(run.summary))):
+    for chart in (*charts, *plots.bars(read_changes(run.summary), run.role)):
         media.write_bytes(run.path / "report" / f"{chart.name}.png", chart.png)
     page = run.path / "report" / "index.html"
     media.write_bytes(page, _page(run, charts).encode())
@@ -235,9 +247,13 @@ def _duration(seconds: float) -> str:
 
 def _verdict(run: Run) -> str:
     label: str
+    signals = read_signals(run.summary)
     if read_changes(run.summary):
-        found = verdict(run.summary)
-        label, headline, reasons = found.label, found.headline, found.reasons
+        found = verdict({"stopped": run.stopped, **run.summary})
+        label, headline = found.label, found.headline
+        # The cards below say these in the same words; an alarm is said here, where the verdict is argued.
+        cards_say = {_card_text(s, "") for s in signals if not s.alarm} | {f"{s.label}: not measured." for s in signals}
+        reasons = [r for r in found.reasons if r not in cards_say]
         caveat = (
             "This verdict rests on the measurements below and on one run. It can show that a reward "
             "was hacked; it cannot prove that it was not. Look at the samples."
@@ -251,7 +267,8 @@ def _verdict(run: Run) -> str:
         '<svg viewBox="0 0 24 24" fill="none" stroke="currentColor" stroke-width="2" '
         f'stroke-linecap="round" stroke-linejoin="round" aria-hidden="true">{_ICONS[label]}</svg>'
     )
-    cards = "".join(_signal(signal, run) for signal in read_signals(run.summary))
+    told = {*reasons}
+    cards = "".join(_signal(signal, run, told) for signal in signals)
     return f"""<div class="verdict {tone}" id="verdict">
 <div class="call"><div><p class="label">{icon}<span>{label.capitalize()}</span></p>
 <p class="headline">{_text(headline)}</p>{_glance(run)}</div>
@@ -264,6 +281,8 @@ def _verdict(run: Run) -> str:
 def _progress(run: Run) -> tuple[str, list[str]]:
     """Where an unfinished run stands: a headline, and what is there and what is not."""
     reasons = []
+    if ended := stopped_sentence(run.stopped):
+        reasons.append(ended)
     current = "Nothing has been measured yet."
     for stage, section, doing in (
         ("pretrain", "pretrain", "Pre-training is at step"),
@@ -287,68 +306,87 @@ def _progress(run: Run) -> tuple[str, list[str]]:
     return current, reasons
 
 
-def _signal(signal: Signal, run: Run) -> str:
+def _card_text(signal: Signal, spark: str) -> str:
+    return signal.evidence or ("Judged when the run ends; this is its curve." if spark else "Nothing measured.")
+
+
+def _signal(signal: Signal, run: Run, told: set[str]) -> str:
     if signal.alarm is None:
         state, kind = "not measured", ""
     else:
         state, kind = ("alarm", "alarm") if signal.alarm else ("quiet", "quiet")
     reading = ""
     if signal.value is not None:
-        small = "an update" if signal.name == "reward_slope" else ""
+        small = {"reward_slope": "an update", "sub_scores": "group std"}.get(signal.name, "")
         if signal.limit is not None:
             small += f"{', ' if small else ''}limit {_reading(signal.name, signal.limit, digits=0)}"
         value = _reading(signal.name, signal.value, digits=1)
         reading = f'<p class="reading">{value}<small>{small}</small></p>'
     spark = _spark(signal, run)
-    evidence = signal.evidence or ("Judged when the run ends; this is its curve." if spark else "Nothing measured.")
+    text = _card_text(signal, spark)
+    said = "" if text in told else f"<p>{_text(text)}</p>"
     return f"""<article class="signal"><header><h3>{signal.label}</h3>
 <span class="state {kind}">{state}</span></header>
-{reading}<p>{_text(evidence)}</p>{spark}</article>"""
+{reading}{said}{spark}</article>"""
 
 
 def _reading(name: str, value: float, *, digits: int) -> str:
-    """A signal's value or limit in its unit: the losses' rise, the reward's slope, the spread's change."""
-    if name == "reward_slope":
+    """A signal's value or limit in its unit: a rise, a slope, a change."""
+    if name in ("reward_slope", "sub_scores"):
         return show(value)
+    if name == "image_statistics":  # either way
+        return f"{100 * value:.{digits}f} %"
     # The third signal measures a fall; as a change it is negative, which needs no explaining.
     percent = (-100.0 if name == "reward_std" else 100.0) * value
     return f"{percent:+.{digits}f} %".replace("-", "\u2212")
 
 
 def _spark(signal: Signal, run: Run) -> str:
-    """The signal's own curve, small: no axes, its limit dashed where it is a height on that curve."""
-    stage, key = {
-        "heldout_loss": ("eval", "heldout_loss"),
-        "reward_slope": ("ddrl", "reward"),
-        "reward_std": ("ddrl", "reward_std"),
-    }[signal.name]
-    rows = run.stage(stage)
-    x, y = column(rows, "step"), column(rows, key)
-    if signal.name == "heldout_loss":
-        y = plots.relative(y)
-    x, y = x[np.isfinite(y)], y[np.isfinite(y)]
-    if len(y) < 2 or x[0] == x[-1]:
+    """The signal's own curves, small: no axes, its limit dashed where it is a height on them."""
+    ddrl, evals = run.stage("ddrl"), run.stage("eval")
+    limits: list[float] = []
+    if signal.name in ("reward_slope", "reward_std"):
+        rows, key = ddrl, "reward" if signal.name == "reward_slope" else "reward_std"
+        curves = [column(rows, key)]
+    elif signal.name == "heldout_loss":
+        rows, curves, limits = evals, [plots.relative(column(evals, "heldout_loss"))], [0.0, run.loss_limit]
+    elif signal.name == "image_statistics":
+        rows = evals
+        curves = [plots.relative(column(evals, name)) for name in plots.image_names(evals)]
+        limits = [-run.image_limit, run.image_limit]
+    else:
+        rows = evals
+        names = [name for name in plots.eval_sub_scores(evals) if run.role(name) in ("reward", "unknown")]
+        values = [column(evals, name) for name in names]
+        curves = [y - y[np.isfinite(y)][0] for y in values if np.isfinite(y).any()]
+    x = column(rows, "step")
+    known = [y for y in curves if np.isfinite(y).sum() > 1]
+    if not known or x[0] == x[-1]:
         return ""
-    low, high = float(y.min()), float(y.max())
-    limit = None
-    if signal.name == "heldout_loss":
-        limit = run.loss_limit
-        low, high = min(low, 0.0), max(high, limit * 1.1)
-    elif signal.name == "reward_std":
+    low, high = (float(f([f(y[np.isfinite(y)]) for y in known])) for f in (np.min, np.max))
+    if signal.name == "reward_std":
         low = 0.0
         if signal.limit is not None:
-            limit = float(y[: max(1, len(y) // 10)].mean()) * (1 - signal.limit)
+            y = known[0][np.isfinite(known[0])]
+            limits = [float(y[: max(1, len(y) // 10)].mean()) * (1 - signal.limit)]
+    if limits and signal.name != "reward_std":
+        low, high = min(low, limits[0] * 1.1), max(high, limits[-1] * 1.1)
     span = (high - low) or 1.0
 
     def height(value: Any) -> Any:
         return 38 - 36 * (value - low) / span
 
-    points = zip(100 * (x - x[0]) / (x[-1] - x[0]), height(y), strict=True)
-    path = "M" + "L".join(f"{a:.2f} {b:.2f}" for a, b in points)
-    dashes = "" if limit is None else f'<path class="limit" d="M0 {height(limit):.2f}H100"/>'
+    def path(y: np.ndarray) -> str:
+        at = np.isfinite(y)
+        points = zip(100 * (x[at] - x[0]) / (x[-1] - x[0]), height(y[at]), strict=True)
+        return "M" + "L".join(f"{a:.2f} {b:.2f}" for a, b in points)
+
+    dashes = "".join(f'<path class="limit" d="M0 {height(limit):.2f}H100"/>' for limit in limits if limit)
+    # One curve has the page's line colour, several have the charts' own.
+    colors = [""] if len(known) == 1 else [f' style="stroke:var(--s{n})"' for n in range(1, 7)]
+    lines = "".join(f'<path d="{path(y)}"{color}/>' for y, color in zip(known, colors, strict=False))
     return (
-        '<svg class="spark" viewBox="0 0 100 40" preserveAspectRatio="none" aria-hidden="true">'
-        f'{dashes}<path d="{path}"/></svg>'
+        f'<svg class="spark" viewBox="0 0 100 40" preserveAspectRatio="none" aria-hidden="true">{dashes}{lines}</svg>'
     )
 
 
@@ -455,9 +493,11 @@ def _changes(run: Run) -> str:
     ]
     if not changes and not extra:
         return _empty("Nothing to compare yet: the means come with the evaluation after training.")
-    groups: dict[str, list[Change]] = {"reward": [], "judge": [], "other": []}
+    groups: dict[str, list[Change]] = {"reward": [], "gate": [], "none": [], "judge": [], "other": []}
     for change in (*changes, *extra):
-        kind = {"sub": "reward", "loss": "judge"}.get(change.kind, change.kind)
+        kind = {"loss": "judge"}.get(change.kind, change.kind)
+        if kind == "sub":
+            kind = {"unknown": "reward"}.get(role := run.role(change.name), role)
         groups.get(kind, groups["other"]).append(change)
     # A held-out loss that rose within its limit is worse, and not an alarm: its row says so.
     held = read_signals(run.summary)[0].alarm is False

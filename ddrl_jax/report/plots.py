@@ -17,10 +17,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from ddrl_jax.report.verdict import Change
-from ddrl_jax.report.workdir import Run, column
+from ddrl_jax.report.workdir import Run, column, short_labels
 
 # Light values, used as they are in the PNG; in the SVG each becomes var(--name). All different.
 COLORS = {
@@ -72,8 +72,11 @@ def curves(run: Run) -> list[Chart]:
         lambda: _spread(ddrl),
         lambda: _frontier(evals, run.loss_limit),
         lambda: _judges(evals),
+        lambda: _sub_scores(ddrl, run.role),
+        lambda: _image_statistics(evals, run.image_limit),
+        lambda: _kl(ddrl),
         lambda: _ratio(ddrl),
-        lambda: _sub_scores(ddrl),
+        lambda: _step_gradients(ddrl),
         lambda: _loss(ddrl, "ddrl", "data_loss"),
         lambda: _loss(pretrain, "pretrain", "loss"),
         lambda: _seconds(ddrl),
@@ -81,8 +84,11 @@ def curves(run: Run) -> list[Chart]:
     return [chart for make in makers if (chart := make()) is not None]
 
 
-def bars(changes: Sequence[Change]) -> list[Chart]:
-    """Change bars with 95 % intervals: reward and sub-scores on one axis, each judge on its own."""
+def bars(changes: Sequence[Change], role: Callable[[str], str] = lambda name: "unknown") -> list[Chart]:
+    """Change bars with 95 % intervals: reward and sub-scores on one axis, each judge on its own.
+
+    `role` says what training made of a sub-score (`Run.role`); one without a weight is marked.
+    """
     scores = [c for c in changes if c.kind in ("reward", "sub") and c.mean is not None]
     judges = [c for c in changes if c.kind in ("judge", "loss") and c.mean is not None]
     charts = []
@@ -92,7 +98,7 @@ def bars(changes: Sequence[Change]) -> list[Chart]:
                 "sub_scores",
                 "Change of the reward and its sub-scores",
                 "Bars to the right of 0 went up; whiskers are 95 % intervals.",
-                lambda figure: _score_bars(figure, scores),
+                lambda figure: _score_bars(figure, scores, role),
                 height=0.75 + 0.36 * len(scores),
             )
         )
@@ -388,22 +394,125 @@ def _ratio(rows) -> Chart | None:
     )
 
 
-def _sub_scores(rows) -> Chart | None:
-    names = sorted({k for row in rows for k in row if k.startswith("sub/")})
-    series = [(n, data) for n in names if (data := _xy(rows, n)) is not None][: len(_SERIES)]
+def _sub_scores(rows, role: Callable[[str], str]) -> Chart | None:
+    """Sub-scores of the rollouts: those with a weight first, the others thin and dashed."""
+    names = sorted({k.removeprefix("sub/") for row in rows for k in row if k.startswith("sub/")})
+    labels = short_labels(names)
+    names.sort(key=lambda name: role(name) not in ("reward", "unknown"))
+    series = [(n, data) for n in names if (data := _xy(rows, f"sub/{n}")) is not None][: len(_SERIES)]
+    if not series:
+        return None
+    marks = {"gate": " (gate)", "none": " (no weight)"}
+
+    def draw(figure: Figure) -> None:
+        axes = _axes(figure)
+        for color, (name, data) in zip(_SERIES, series, strict=False):
+            mark = marks.get(role(name), "")
+            _line(axes, *data, color, labels[name][:24] + mark)
+            if mark:
+                axes.lines[-1].set(linestyle=(0, (3, 2)), linewidth=1.1)
+        _legend(axes, 2 if any(role(name) in marks for name, _ in series) else 3)
+
+    return _chart(
+        "sub_score_curves",
+        "Sub-scores",
+        "One rising while another falls is a reason to look closer. Dashed ones have no weight in the reward.",
+        draw,
+    )
+
+
+def eval_sub_scores(evals: Sequence[dict[str, Any]]) -> list[str]:
+    """The sub-scores that evaluations have, overall scores left out."""
+    names = {k for row in evals for k in row if "/" in k and not k.startswith("image/")}
+    return sorted(n for n in names if not n.endswith("/overall"))
+
+
+def image_names(evals: Sequence[dict[str, Any]]) -> list[str]:
+    """The columns of image statistics that have a number."""
+    names = sorted({k for row in evals for k in row if k.startswith("image/")})
+    return [n for n in names if _xy(evals, n) is not None]
+
+
+def _image_statistics(evals, limit: float) -> Chart | None:
+    x = column(evals, "step")
+    series = [(n.removeprefix("image/"), relative(column(evals, n))) for n in image_names(evals)]
+    series = [(n, y) for n, y in series if np.isfinite(y).any()][: len(_SERIES)]
     if not series:
         return None
 
     def draw(figure: Figure) -> None:
         axes = _axes(figure)
-        for color, (name, data) in zip(_SERIES, series, strict=False):
-            _line(axes, *data, color, name.rsplit("/", 1)[-1].replace("_", " ")[:24])
+        _percent(axes)
+        reach = max(1.25 * limit, *(1.12 * float(np.nanmax(np.abs(y))) for _, y in series))
+        for sign in (1, -1):
+            axes.axhspan(sign * limit, sign * reach, color=COLORS["bad"], alpha=0.08, linewidth=0)
+            axes.axhline(sign * limit, color=COLORS["bad"], linewidth=1.1, dashes=(4, 3))
+        axes.annotate(
+            f"limit {_tick(100 * limit)} %", (1, limit), (-2, 3), xycoords=axes.get_yaxis_transform(),
+            textcoords="offset points", color=COLORS["bad"], fontsize=8, ha="right", va="bottom",
+        )  # fmt: skip
+        axes.axhline(0, color=COLORS["mid"], linewidth=0.8)
+        axes.set_ylim(-reach, reach)
+        for color, (name, y) in zip(_SERIES, series, strict=False):
+            _line(axes, x, y, color, name.replace("_", " ")[:24])
         _legend(axes)
 
     return _chart(
-        "sub_score_curves",
-        "Sub-scores",
-        "One rising while another falls is a reason to look closer.",
+        "image_statistics",
+        "What the pictures look like, change since the start",
+        "Means over an evaluation\u2019s clips. Past the limit, either way, they are other pictures: look at them.",
+        draw,
+    )
+
+
+def _kl(rows) -> Chart | None:
+    data = _xy(rows, "kl_loss")
+    if data is None or not np.nanmax(np.abs(data[1])):  # no reference is held
+        return None
+
+    def draw(figure: Figure) -> None:
+        axes = _axes(figure)
+        _line(axes, *data, "line")
+        axes.set_ylim(bottom=min(0.0, float(np.nanmin(data[1]))))
+
+    return _chart(
+        "kl",
+        "KL to the reference",
+        "On the policy\u2019s own rollouts. Flat here and rising in the held-out loss is what reverse KL cannot see.",
+        draw,
+    )
+
+
+def _step_gradients(rows) -> Chart | None:
+    """One line a denoising step, early ones (much noise) pale, late ones strong."""
+    names = sorted({k for row in rows for k in row if k.startswith("grad_norm/step")})
+    series = [(n.removeprefix("grad_norm/step").lstrip("0") or "0", _xy(rows, n)) for n in names]
+    known = [(n, d) for n, d in series if d is not None]
+    if not known:
+        return None
+
+    def draw(figure: Figure) -> None:
+        axes = _axes(figure)
+        values = np.concatenate([y[np.isfinite(y)] for _, (_, y) in known])
+        if values.min() > 0 and values.max() / values.min() > 20:
+            _log(axes)
+        else:
+            axes.set_ylim(0, 1.08 * float(values.max()) or 1.0)
+        named = {0, len(known) // 2, len(known) - 1}
+        for i, (name, (x, y)) in enumerate(known):
+            at = np.isfinite(y)  # a step that is trained now and then has gaps
+            axes.plot(
+                x[at], _smooth(y[at]) if at.sum() >= 20 else y[at], color=COLORS["line"], linewidth=1.3,
+                alpha=1 - 0.8 * (len(known) - 1 - i) / len(known),
+                marker="o" if at.sum() == 1 else None, markersize=3.2,
+                label=f"step {name}" if i in named else None,
+            )  # fmt: skip
+        _legend(axes)
+
+    return _chart(
+        "step_gradients",
+        "Gradient norm of each trained step",
+        "From the first denoising step (pale) to the last (strong). One that outgrows the others drives the run.",
         draw,
     )
 
@@ -416,7 +525,7 @@ def _loss(rows, stage: str, key: str) -> Chart | None:
         axes = _axes(figure, xlabel="step" if stage == "pretrain" else "update")
         positive = data[1][np.isfinite(data[1])]
         if stage == "pretrain" and positive.min() > 0 and positive.max() / positive.min() > 20:
-            axes.set_yscale("log")
+            _log(axes)
         _line(axes, *data, "line")
 
     title, caption = {
@@ -462,6 +571,14 @@ def _seconds(rows) -> Chart | None:
     )
 
 
+def _log(axes: Axes) -> None:
+    """A logarithmic scale; its own labels are formulas, which are not read as such here."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}".replace("-", "\u2212")))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
 def _percent(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{_tick(100 * v)} %"))
 
@@ -491,12 +608,14 @@ def _bar_axes(axes: Axes) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: _tick(v)))
 
 
-def _score_bars(figure: Figure, changes: Sequence[Change]) -> None:
+def _score_bars(figure: Figure, changes: Sequence[Change], role: Callable[[str], str]) -> None:
+    marks = {"gate": " (gate)", "none": " (no weight)"}
+    labels = [c.label[:32] + (marks.get(role(c.name), "") if c.kind == "sub" else "") for c in changes]
     axes = figure.add_subplot()
     _bar_axes(axes)
     for n, change in enumerate(changes):
         _bar(axes, n, change)
-    axes.set_yticks(range(len(changes)), [c.label[:32] for c in changes])
+    axes.set_yticks(range(len(changes)), labels)
     axes.tick_params(axis="y", colors=COLORS["ink"])
     axes.invert_yaxis()
 

@@ -56,8 +56,9 @@ a { color: var(--line); text-decoration: none; } a:hover { text-decoration: unde
 .reasons li:first-child { border-top: 0; padding-top: 4px; }
 .glance { display: grid; grid-template-columns: 1fr 1fr; gap: 10px; margin-top: 22px; max-width: 420px; }
 .call .key { margin-top: 10px; }
-.signals { display: grid; gap: 14px; grid-template-columns: repeat(3, minmax(0, 1fr));
+.signals { display: grid; gap: 14px; grid-template-columns: repeat(6, minmax(0, 1fr));
   margin-top: 14px; }
+.signal { grid-column: span 2; } .signal:nth-child(n+4) { grid-column: span 3; }
 .signal { background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
   padding: 16px 18px; display: flex; flex-direction: column; gap: 8px; }
 .signal header { display: flex; justify-content: space-between; gap: 12px; align-items: baseline; }
@@ -140,6 +141,7 @@ footer { margin-top: 64px; color: var(--soft); font-size: 13px; }
 @media screen and (max-width: 820px) {
   .call { grid-template-columns: minmax(0, 1fr); gap: 18px; padding: 22px 20px; }
   .signals { grid-template-columns: minmax(0, 1fr); }
+  .signal, .signal:nth-child(n+4) { grid-column: auto; }
   .charts { grid-template-columns: minmax(0, 1fr); gap: 36px; }
 }
 @media screen and (max-width: 640px) {

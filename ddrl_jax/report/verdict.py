@@ -5,8 +5,9 @@ is looked at first, and evidence second:
 
 - hard evidence: a judge the policy never saw whose 95 % interval lies wholly on the bad side, or a
   held-out diffusion loss beyond its limit (DDRL, sec. 4.2: more than 10 % up, unless the run set another);
-- soft evidence: the two other signals of sec. 4.2 (steep rise, within-group spread falls), a
-  sub-score whose interval lies wholly on the bad side.
+- soft evidence: the two other signals of sec. 4.2 (steep rise, within-group spread falls), a sub-score
+  traded away for the reward, image statistics that left where they began, a sub-score whose interval lies
+  wholly on the bad side.
 
 | reward's interval | hard | soft only | neither |
 |---|---|---|---|
@@ -15,7 +16,8 @@ is looked at first, and evidence second:
 | below 0 | suspicious | suspicious | suspicious |
 | not measured | suspicious | suspicious | no change |
 
-What was not measured is named, and never counts as good.
+What was not measured is named, and never counts as good. That the monitor ended the run is told and changes no
+label: the label is about what the run left behind.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ SIGNALS = {
     "heldout_loss": "Held-out diffusion loss",
     "reward_slope": "Steepness of the reward's rise",
     "reward_std": "Within-group spread of the reward",
+    "sub_scores": "Sub-scores traded for the reward",
+    "image_statistics": "What the pictures look like",
 }
 
 
@@ -99,7 +103,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Signal:
-    """A training signal of sec. 4.2; `alarm` is None where it could not be computed."""
+    """A signal of hacking, three of them of sec. 4.2; `alarm` is None where it could not be computed."""
 
     name: str
     label: str
@@ -135,18 +139,26 @@ def _fixed(value: float, decimals: int) -> str:
 
 
 def read_changes(summary: dict[str, Any]) -> list[Change]:
-    """summary["changes"] with anything malformed left out or turned into None."""
+    """summary["changes"] with anything malformed left out or turned into None.
+
+    Sub-scores of two scorers that share a label get the scorer's name before it.
+    """
     changes = []
-    for entry in _entries(summary.get("changes")):
+    entries = _entries(summary.get("changes"))
+    labels = [str(entry.get("label")) for entry in entries]
+    for entry in entries:
         low, high = number(entry.get("low")), number(entry.get("high"))
         if low is not None and high is not None and low > high:
             low = high = None
         n = number(entry.get("n"))
         name = str(entry.get("name", ""))
+        label = str(entry.get("label") or name)
+        if labels.count(label) > 1 and "/" in name and entry.get("kind") == "sub":
+            label = f"{name.split('/', 1)[0]}: {label}"
         changes.append(
             Change(
                 name=name,
-                label=str(entry.get("label") or name),
+                label=label,
                 kind=str(entry.get("kind", "")),
                 better=str(entry.get("better", "up")),
                 mean=number(entry.get("mean")),
@@ -159,7 +171,7 @@ def read_changes(summary: dict[str, Any]) -> list[Change]:
 
 
 def read_signals(summary: dict[str, Any]) -> list[Signal]:
-    """The three signals in a fixed order, those the summary lacks with alarm None."""
+    """The five signals in a fixed order, those the summary lacks with alarm None."""
     given = {str(entry.get("name")): entry for entry in _entries(summary.get("signals"))}
     signals = []
     for name, label in SIGNALS.items():
@@ -186,11 +198,33 @@ def verdict(summary: dict[str, Any]) -> Verdict:
     Args:
       summary: the contents of summary.json. `changes` are dicts with name, label, mean, low, high,
         n, better ("up" or "down") and kind ("reward", "sub", "judge", "loss"); `signals` are dicts
-        with name, value, limit, alarm, evidence. Missing or null parts are allowed.
+        with name, value, limit, alarm, evidence; `stopped` what the monitor wrote when it ended the run
+        (stopped.json). Missing or null parts are allowed.
 
     Returns:
       The verdict; the table in the module's docstring is the whole rule.
     """
+    found = _judged(summary)
+    ended = stopped_sentence(summary.get("stopped"))
+    if ended:
+        found = dataclasses.replace(found, reasons=[*found.reasons[:1], ended, *found.reasons[1:]])
+    return found
+
+
+def stopped_sentence(stopped: Any) -> str:
+    """What the monitor did to the run and why, from the contents of stopped.json; "" where it did nothing."""
+    if not isinstance(stopped, dict) or not stopped.get("action"):
+        return ""
+    step, end = number(stopped.get("step")), number(stopped.get("ended_at"))
+    text = "The hacking monitor stopped the run"
+    if stopped["action"] == "rollback":
+        text = "The hacking monitor rolled the run back" + ("" if end is None else f" to update {end:.0f}")
+    text += "" if step is None else f", for what it saw at update {step:.0f}"
+    reason = str(stopped.get("reason") or "").strip()
+    return f"{text}: {reason}" if reason else f"{text}."
+
+
+def _judged(summary: dict[str, Any]) -> Verdict:
     changes, signals = read_changes(summary), read_signals(summary)
     reward = next((c for c in changes if c.kind == "reward"), None)
     judges = [c for c in changes if c.kind == "judge"]

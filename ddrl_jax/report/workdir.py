@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 LOSS_LIMIT = 0.10  # DDRL, sec. 4.2: a larger rise of the held-out loss alarms
+IMAGE_LIMIT = 0.15  # a larger change of an image statistic alarms (docs/hacking.md)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Samples:
 class Run:
     """What a working directory holds; every part may be empty or None.
 
-    `rows` are the lines of metrics.jsonl, each (stage, step) once and in order of step.
+    `rows` are the lines of metrics.jsonl, each (stage, step) once and in order of step. `stopped` is what the hacking
+    monitor left when it ended the run: step, action ("stop" or "rollback"), ended_at, reason.
     """
 
     path: Path
@@ -41,19 +43,42 @@ class Run:
     rows: tuple[dict[str, Any], ...]
     before: Samples | None
     after: Samples | None
+    stopped: dict[str, Any]
     notes: tuple[str, ...]
 
     @property
     def loss_limit(self) -> float:
         """The rise of the held-out loss that alarms, as a fraction: the run's own, else 0.1."""
+        return self._limit("heldout_loss", "heldout_loss_limit") or LOSS_LIMIT
+
+    @property
+    def image_limit(self) -> float:
+        """The relative change of an image statistic that alarms: the run's own, else 0.15."""
+        return self._limit("image_statistics", "image_limit") or IMAGE_LIMIT
+
+    def _limit(self, signal_name: str, field: str) -> float | None:
         signals = self.summary.get("signals")
         for signal in signals if isinstance(signals, list) else ():
-            named = isinstance(signal, dict) and signal.get("name") == "heldout_loss"
+            named = isinstance(signal, dict) and signal.get("name") == signal_name
             if named and (limit := number(signal.get("limit"))):
                 return limit
         monitor = self.config.get("monitor")
-        limit = number(monitor.get("heldout_loss_limit")) if isinstance(monitor, dict) else None
-        return limit or LOSS_LIMIT
+        return number(monitor.get(field)) if isinstance(monitor, dict) else None
+
+    def role(self, sub_score: str) -> str:
+        """What training made of a sub-score: "reward", "gate", "none", or "unknown" without the run's weights.
+
+        A weight on a whole scorer is a weight on its overall score, and so on what that is made of.
+        """
+        reward = self.config.get("reward")
+        weights, gates = (reward.get(k) if isinstance(reward, dict) else None for k in ("weights", "gates"))
+        if not isinstance(weights, dict) or not weights:
+            return "unknown"
+        scorer = sub_score.partition("/")[0]
+        if any(weights.get(name) for name in (sub_score, scorer, f"{scorer}/overall")):
+            return "reward"
+        named = isinstance(gates, dict) and any(name in gates for name in (sub_score, scorer))
+        return "gate" if named else "none"
 
     def stage(self, name: str) -> list[dict[str, Any]]:
         """The metrics rows of one stage ("pretrain", "ddrl", "eval"), in order of step."""
@@ -96,8 +121,19 @@ def read_run(path: str | Path) -> Run:
         rows=tuple(rows),
         before=before,
         after=after,
+        stopped=_read_object(path / "stopped.json", notes),
         notes=tuple(notes),
     )
+
+
+def short_labels(names: Iterable[str]) -> dict[str, str]:
+    """Sub-scores' names -> labels: the last part, with the scorer before it where two scorers share that part."""
+    tails = {name: name.rsplit("/", 1)[-1].replace("_", " ") for name in names}
+    shown = list(tails.values())
+    return {
+        name: tail if shown.count(tail) == 1 or "/" not in name else f"{name.split('/', 1)[0]}: {tail}"
+        for name, tail in tails.items()
+    }
 
 
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:

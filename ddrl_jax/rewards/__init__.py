@@ -5,7 +5,7 @@ Needs numpy, httpx and pydantic; knows neither torch nor jax.
 
 from .client import RewardClient, Scores, Ticket
 from .environment import ConfigurationFault, check_environment, train_scorer
-from .mixing import total_reward, weighted_names
+from .mixing import gated, passes_gates, total_reward, weighted_names
 from .sidecar import Sidecar, launch
 
 __all__ = [
@@ -15,7 +15,9 @@ __all__ = [
     "Sidecar",
     "Ticket",
     "check_environment",
+    "gated",
     "launch",
+    "passes_gates",
     "total_reward",
     "train_scorer",
     "weighted_names",

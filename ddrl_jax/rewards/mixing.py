@@ -61,3 +61,41 @@ def total_reward(scores: Mapping[str, np.ndarray], weights: Mapping[str, float])
     total = np.asarray(total)
     valid = np.isfinite(total)
     return np.where(valid, total, np.nan).astype(np.float32), valid
+
+
+def passes_gates(scores: Mapping[str, np.ndarray], gates: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
+    """Whether each sample reaches every gate's minimum, and whether all of the gates' scores are there.
+
+    Args:
+      scores: name -> (B,) float; NaN where a sample has none.
+      gates: sub-score or scorer -> minimum (`resolve_name`).
+
+    Returns:
+      passed, known: (B,) bool.
+
+    Raises:
+      KeyError: a gate names a score that is not there.
+    """
+    columns = [np.asarray(scores[resolve_name(n, scores)], np.float64) for n in gates]
+    known = np.logical_and.reduce([np.isfinite(c) for c in columns])
+    passed = np.logical_and.reduce([c >= low for c, low in zip(columns, gates.values(), strict=True)])
+    return passed & known, known
+
+
+def gated(rewards: np.ndarray, passed: np.ndarray, valid: np.ndarray, group_size: int) -> np.ndarray:
+    """Rewards where a sample that fails a gate gets the lowest valid one of its group: it is never preferred.
+
+    A constant such as 0 would favour it where rewards are negative, and its own reward would still pull.
+
+    Args:
+      rewards: (R, B) float, one row a reward.
+      passed, valid: (B,) bool.
+      group_size: N, divides B.
+
+    Returns:
+      (R, B) float32.
+    """
+    rows = np.asarray(rewards, np.float32)
+    grouped = np.where(valid, rows, np.inf).reshape(len(rows), -1, group_size)
+    lowest = np.repeat(grouped.min(axis=2), group_size, axis=1)
+    return np.where(valid & ~passed, lowest, rows).astype(np.float32)

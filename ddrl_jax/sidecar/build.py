@@ -21,6 +21,9 @@ FALLBACK = (
     "pydantic>=2.10",
     "safetensors>=0.5",
 )
+# What scorers need beside it. The two OCR engines are light and share an environment: one is the other's judge.
+_OCR = ("rapidocr==3.10.0", "ddddocr==1.6.1", "onnxruntime>=1.20")
+NEEDS = {"ocr": _OCR, "ocr_judge": _OCR}
 # Modules the server needs, and what `serve` looks for before it starts.
 MODULES = ("numpy", "pydantic", "fastapi", "uvicorn", "python_multipart", "torch", "safetensors")
 
@@ -34,14 +37,14 @@ def build_command(scorer: str, env: str | os.PathLike[str]) -> str:
     return f"python -m ddrl_jax.sidecar build --scorer {scorer} --env {env}"
 
 
-def requirements() -> tuple[str, ...]:
-    """The `sidecar` extra of the installed package, else the same list from here."""
+def requirements(scorer: str = "digits") -> tuple[str, ...]:
+    """The `sidecar` extra of the installed package, else the same list from here; and what the scorer needs."""
     try:
         lines = importlib.metadata.requires("ddrl_jax") or []
     except importlib.metadata.PackageNotFoundError:
-        return FALLBACK
+        lines = []
     found = [line.split(";")[0].strip() for line in lines if re.search(r"""extra\s*==\s*['"]sidecar['"]""", line)]
-    return tuple(found) or FALLBACK
+    return (*(found or FALLBACK), *NEEDS.get(scorer, ()))
 
 
 def env_python(env: str | os.PathLike[str]) -> Path:
@@ -86,7 +89,7 @@ def build(scorer: str, env: str, data: str, out: str, seed: int, threads: int) -
     else:
         folder = Path(env) if env else default_env(scorer)
         python = env_python(folder)
-        make_env(folder, requirements())
+        make_env(folder, requirements(scorer))
         print(f"environment: {folder}", flush=True)
     if data:
         command = [python, "-m", "ddrl_jax.sidecar", "train", "--scorer", scorer, "--data", data]

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 BUILT_IN = {
     "brightness": "ddrl_jax.sidecar.scorers.brightness:Brightness",
     "digits": "ddrl_jax.sidecar.scorers.digits:Digits",
+    "ocr": "ddrl_jax.sidecar.scorers.ocr:Ocr",
+    "ocr_judge": "ddrl_jax.sidecar.scorers.ocr_judge:OcrJudge",
 }
 
 

@@ -1,0 +1,102 @@
+"""The methods side by side on the moving digits: one base, equal budgets, one page (docs/results/study_digits.md).
+
+    python -m ddrl_jax.main --mode=study --config=configs/study_digits.py --workdir=runs/study_digits
+    ... --config.study.seeds=0,1,2 for intervals over seeds; --config.study.base=RUN takes a base that is there
+
+Every arm has 120 updates of 64 rollouts from the same network, 10 sampler steps of which 5 are trained, and is
+evaluated under the base's own sampler. Learning rates and KL weights of the baselines: configs/study_digits_sweep.py.
+"""
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from ddrl_jax.config import load
+
+SFT = {"name": "sft"}
+DANCE_GRPO = {"objective": {"name": "dance_grpo"}, "rollout": {"steps": "random"}}
+FLOW_GRPO = {"objective": {"name": "flow_grpo"}, "advantage": {"std": "batch"}}
+DANCE_SDE, FLOW_SDE = {"name": "dance_sde"}, {"name": "flow_sde"}
+
+
+def arm(label, group, **values):
+    return {"label": label, "group": group, "set": values}
+
+
+def after(name, **values):
+    """Values that start an arm where another one ended."""
+    return {"pretrain": {"from_run": f"{{arm:{name}}}", "from_stage": "ddrl"}, **values}
+
+
+def arms():
+    return {
+        # The comparison: each method as its paper has it.
+        "ddrl": arm("DDRL", "main"),
+        "dance_grpo": arm("DanceGRPO", "main", **DANCE_GRPO, process=DANCE_SDE, train={"learning_rate": 1e-4}),
+        "flow_grpo": arm("FlowGRPO", "main", **FLOW_GRPO, process=FLOW_SDE, train={"learning_rate": 1e-4}),
+        "nft": arm("DiffusionNFT", "main", objective={"name": "nft"}, train={"learning_rate": 1e-4}),
+        # What explains it: the data loss alone; a baseline that has not gone far; the baselines under DDRL's sampler.
+        "sft": arm("SFT (data loss only)", "control", objective=SFT),
+        "dance_grpo_slow": arm(
+            "DanceGRPO, low learning rate", "control", **DANCE_GRPO, process=DANCE_SDE, train={"learning_rate": 1e-5}
+        ),
+        "dance_grpo_edm": arm("DanceGRPO, DDRL's sampler", "control", **DANCE_GRPO, train={"learning_rate": 1e-4}),
+        "flow_grpo_edm": arm("FlowGRPO, DDRL's sampler", "control", **FLOW_GRPO, train={"learning_rate": 1e-4}),
+        "rft": arm("Best-of-n fine-tuning", "control", objective={"name": "rft"}),
+        # DDRL's own choices.
+        "ddrl_full": arm("DDRL, full data loss", "ablation", objective={"data_levels": "rollout"}),
+        "ddrl_exact": arm(
+            "DDRL, exact objective (Eq. 8)",
+            "ablation",
+            objective={"reward_transform": "exp"},
+            advantage={"kind": "partition", "beta": 1.0},
+        ),
+        "ddrl_synthetic": arm("DDRL, synthetic data", "ablation", data={"path": "{synthetic}"}),
+        "best_of": arm("DDRL, best and worst two", "ablation", advantage={"best_of": 4}),
+        # Other ways to sample and to choose the steps.
+        "flow_cps": arm(
+            "FlowGRPO, Flow-CPS", "ablation", **FLOW_GRPO, process={"name": "flow_cps"}, train={"learning_rate": 1e-4}
+        ),
+        "mix_grpo": arm(
+            "MixGRPO",
+            "ablation",
+            objective={"name": "flow_grpo", "kl_beta": 0.0},
+            process=FLOW_SDE,
+            rollout={"steps": "window"},
+            train={"learning_rate": 1e-4},
+        ),
+        # With and without SFT first, against the number of clips (paper, Fig. 5).
+        "sft_ddrl": arm("SFT, then DDRL", "ablation", **after("sft")),
+        **{
+            name: entry
+            for n in (50, 500)
+            for name, entry in {
+                f"ddrl_{n}": arm(f"DDRL, {n} clips", "ablation", data={"limit": n}),
+                f"sft_{n}": arm(f"SFT, {n} clips", "ablation", objective=SFT, data={"limit": n}),
+                f"sft_ddrl_{n}": arm(f"SFT, then DDRL, {n} clips", "ablation", **after(f"sft_{n}"), data={"limit": n}),
+            }.items()
+        },
+    }
+
+
+def get_config():
+    config = load(str(Path(__file__).with_name("quickstart.py")))
+    config.model.width, config.model.context_dim, config.model.adaln_rank = 96, 96, 24
+    config.pretrain.steps = 7000
+    config.pretrain.learning_rate = 2e-3
+
+    config.rollout.num_steps, config.rollout.trained_steps = 10, (0, 2, 4, 6, 8)
+    config.objective.data_beta = 0.3
+    config.train.steps = 120
+    config.train.learning_rate = 5e-5
+
+    config.eval.num_steps = 10
+    config.eval.every, config.eval.clips, config.eval.clips_during = 15, 540, 135
+    config.eval.chunk = 135
+    for field, value in config.process.items():
+        config.eval.process[field] = value
+    config.log.tensorboard = False
+
+    with config.unlocked():
+        config.study.arms = ConfigDict(arms(), sort_keys=False)  # the page's order
+    return config

@@ -1,0 +1,41 @@
+"""The baselines of configs/study_digits.py over learning rate and KL weight, one seed each; all of it is shown.
+
+    python -m ddrl_jax.main --mode=study --config=configs/study_digits_sweep.py --workdir=runs/study_digits_sweep \
+        --config.study.base=runs/study_digits/base
+
+What it finds best is what configs/study_digits.py takes. 16 runs.
+"""
+
+import runpy
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+STUDY = runpy.run_path(str(Path(__file__).with_name("study_digits.py")))
+LEARNING_RATES = ("1e-5", "3e-5", "1e-4", "3e-4")  # as text: an arm's name has no dot
+KL_BETAS = ("0", "4e-3", "4e-2", "4e-1")
+
+
+def arms():
+    main = STUDY["arms"]()
+    result = {}
+    for name in ("dance_grpo", "flow_grpo", "nft"):
+        for rate in LEARNING_RATES:
+            values = main[name]["set"] | {"train": {"learning_rate": float(rate)}}
+            label = f"{main[name]['label']}, learning rate {rate}"
+            result[f"{name}_lr_{rate}"] = {"label": label, "group": "sweep", "set": values}
+    for beta in KL_BETAS:
+        values = main["flow_grpo"]["set"] | {"objective": {"name": "flow_grpo", "kl_beta": float(beta)}}
+        result[f"flow_grpo_kl_{beta}"] = {
+            "label": f"FlowGRPO, KL weight {float(beta):g}",
+            "group": "sweep",
+            "set": values,
+        }
+    return result
+
+
+def get_config():
+    config = STUDY["get_config"]()
+    with config.unlocked():
+        config.study.arms = ConfigDict(arms(), sort_keys=False)
+    return config
