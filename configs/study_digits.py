@@ -3,7 +3,7 @@
     python -m ddrl_jax.main --mode=study --config=configs/study_digits.py --workdir=runs/study_digits
     ... --config.study.seeds=0,1,2 for intervals over seeds; --config.study.base=RUN takes a base that is there
 
-Every arm has 120 updates of 64 rollouts from the same network, 10 sampler steps of which 5 are trained, and is
+Every arm has 100 updates of 32 rollouts from the same network, 10 sampler steps of which 5 are trained, and is
 evaluated under the base's own sampler. Learning rates and KL weights of the baselines: configs/study_digits_sweep.py.
 """
 
@@ -85,14 +85,15 @@ def get_config():
     config.pretrain.steps = 7000
     config.pretrain.learning_rate = 2e-3
 
+    config.rollout.conditions = 4
     config.rollout.num_steps, config.rollout.trained_steps = 10, (0, 2, 4, 6, 8)
     config.objective.data_beta = 0.3
-    config.train.steps = 120
-    config.train.learning_rate = 5e-5
+    config.train.steps = 100
+    config.train.learning_rate = 1e-4
 
     config.eval.num_steps = 10
-    config.eval.every, config.eval.clips, config.eval.clips_during = 15, 540, 135
-    config.eval.chunk = 135
+    config.eval.every, config.eval.clips, config.eval.clips_during = 20, 540, 135
+    config.eval.chunk, config.eval.heldout_clips = 135, 270
     for field, value in config.process.items():
         config.eval.process[field] = value
     config.log.tensorboard = False

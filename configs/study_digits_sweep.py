@@ -3,7 +3,7 @@
     python -m ddrl_jax.main --mode=study --config=configs/study_digits_sweep.py --workdir=runs/study_digits_sweep \
         --config.study.base=runs/study_digits/base
 
-What it finds best is what configs/study_digits.py takes. 16 runs.
+What it finds best is what configs/study_digits.py takes. 16 runs of two minutes.
 """
 
 import runpy
@@ -12,14 +12,15 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 STUDY = runpy.run_path(str(Path(__file__).with_name("study_digits.py")))
-LEARNING_RATES = ("1e-5", "3e-5", "1e-4", "3e-4")  # as text: an arm's name has no dot
-KL_BETAS = ("0", "4e-3", "4e-2", "4e-1")
+LEARNING_RATES = ("3e-5", "1e-4", "3e-4")  # as text: an arm's name has no dot
+KL_BETAS = ("0", "4e-1")  # beside FlowGRPO's own .04
+DATA_BETAS = ("1e-1", "1")  # of DDRL, beside .3
 
 
 def arms():
     main = STUDY["arms"]()
     result = {}
-    for name in ("dance_grpo", "flow_grpo", "nft"):
+    for name in ("ddrl", "dance_grpo", "flow_grpo", "nft"):
         for rate in LEARNING_RATES:
             values = main[name]["set"] | {"train": {"learning_rate": float(rate)}}
             label = f"{main[name]['label']}, learning rate {rate}"
@@ -31,6 +32,9 @@ def arms():
             "group": "sweep",
             "set": values,
         }
+    for beta in DATA_BETAS:
+        values = {"objective": {"name": "ddrl", "data_beta": float(beta)}}
+        result[f"ddrl_beta_{beta}"] = {"label": f"DDRL, data weight {float(beta):g}", "group": "sweep", "set": values}
     return result
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import fcntl
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -38,7 +38,7 @@ from ddrl_jax.rl.objective import Objective, dance_grpo, ddrl, flow_grpo
 PROCESSES = {"edm_churn": EDMChurn, "flow_sde": FlowSDE, "dance_sde": DanceSDE, "flow_cps": FlowCPS}
 AnyProcess = EDMChurn | FlowSDE | DanceSDE | FlowCPS
 SCORER_CLIPS = 12_000
-PRESETS = {
+PRESETS: dict[str, Callable[..., Objective]] = {
     "ddrl": ddrl,
     "dance_grpo": dance_grpo,
     "flow_grpo": flow_grpo,

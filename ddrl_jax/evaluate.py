@@ -153,7 +153,8 @@ class Evaluator:
     # ------------------------------------------------------------------------------------------ call
 
     def __call__(self, params: Any, step: int, *, full: bool) -> dict[str, float]:
-        """Evaluates and returns metrics; `full` (before and after) takes eval.clips and leaves eval/<step>/ on disk."""
+        """Evaluates and returns the metrics of its line in metrics.jsonl, over the first eval.clips_during clips (the
+        Fréchet distance over all). `full` (before and after) takes eval.clips and leaves eval/<step>/ on disk."""
         config, setup = self.config.eval, self.setup
         count = config.clips if full else config.clips_during
         captions = self._prompts["caption"][:count]
@@ -199,12 +200,16 @@ class Evaluator:
             features = np.where(finite[:, None], judged["features"], np.nan)
             metrics["frechet"] = _frechet(features, self._real_features)
             self._write(step, captions, values, metrics, heldout, features, videos)
+            # The curve is one of the same clips all along: a jump at its ends would look like a change.
+            few = config.clips_during
+            curve = {name: _mean(v[:few]) for name, v in values.items()}
+            curve |= {f"image/{name}": _mean(np.where(finite, v, np.nan)[:few]) for name, v in looks.items()}
         reasons = {r.reason for r in results if r.reason}
         if reasons:
             self.book.say(f"evaluation at {step}: {int(np.isnan(reward).sum())} rewards invalid: {'; '.join(reasons)}")
         shown = ("reward", "judge_digit", "judge_direction", "frechet", "heldout_loss")
         self.book.say(f"evaluation at {step}: " + "  ".join(f"{n} {metrics[n]:.4g}" for n in shown if n in metrics))
-        return metrics
+        return metrics | curve if full else metrics
 
     def _write(
         self,
@@ -240,6 +245,12 @@ def _frechet(generated_NF: np.ndarray, real_MF: np.ndarray) -> float:
 
 def _mean(values: np.ndarray) -> float:
     return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
+
+
+def _stopped(workdir: Path) -> dict[str, Any]:
+    """What the monitor left where it ended the run, else {}."""
+    path = workdir / "stopped.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _json(value: Any) -> float | None:
@@ -326,7 +337,11 @@ def summarise(config: ConfigDict, workdir: Path, *, config_file: str, arguments:
     evaluations = [json.loads((p / "eval.json").read_text()) for p in folders]
     if folders and int(folders[0].name) != 0:
         print(f"eval/000000 is gone: {folders[0].name} stands for the state before")
-    lines = read_metrics(workdir / "metrics.jsonl")
+    lines, stopped = read_metrics(workdir / "metrics.jsonl"), _stopped(workdir)
+    if stopped.get("action") == "rollback":
+        # The run is what is left of it; what was rolled back is evidence in stopped.json.
+        end = stopped["ended_at"]
+        lines = [m for m in lines if m["stage"] == "pretrain" or m["step"] < end + (m["stage"] == "eval")]
     ddrl = [m for m in lines if m["stage"] == "ddrl"]
 
     def column(rows: list[dict], name: str) -> np.ndarray:
@@ -354,6 +369,7 @@ def summarise(config: ConfigDict, workdir: Path, *, config_file: str, arguments:
         "after": evaluations[-1]["metrics"] if len(evaluations) > 1 else {},
         "changes": compare(folders[0], folders[-1]) if len(folders) > 1 else [],
         "signals": [{**vars(s), "value": _json(s.value)} for s in signals],
+        "stopped": stopped,
     }
     write_text(workdir / "summary.json", json.dumps(summary, indent=1))
     return summary

@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     # Only now: jax takes seconds to import, and bad flags should not wait for it.
     import jax
 
-    from ddrl_jax import evaluate, prepare, report, train
+    from ddrl_jax import evaluate, prepare, report, study, train
 
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache/ddrl_jax/xla"))

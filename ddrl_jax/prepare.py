@@ -263,6 +263,6 @@ def _sheet(video_NTHWC: np.ndarray, captions: Sequence[str], *, columns: int = 4
 def _next_command(arguments: Sequence[str], base: ConfigDict, workdir: Path, out: Path) -> str:
     """The command of this call as a training on the clips: another workdir, whose run starts from the same base."""
     changed = ("--mode", "--workdir", "--config.prepare.", "--config.pretrain.from_run", "--config.data.path")
-    kept = [a for a in arguments if not a.startswith(changed)]
+    kept = [a for a in arguments if not a.startswith(changed) and a != "--config.train.steps=0"]
     kept += [f"--config.pretrain.from_run={base.pretrain.from_run}", f"--config.data.path={out}"]
     return shlex.join(["python", "-m", "ddrl_jax.main", *kept, f"--workdir={workdir}-synthetic"])

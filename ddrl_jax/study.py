@@ -9,7 +9,7 @@ which report.study makes the page. It knows a run's files and exit status, and n
 
     base/               the pre-trained network that all arms start from (elsewhere with study.base)
     synthetic/          clips of the base, where an arm asks for "{synthetic}"
-    arms/NAME/seed0/    one run: arm.py (its config), console.log, and all that a run leaves behind
+    arms/NAME/seed0/    one run: config.py, console.log, and all that a run leaves behind
     study.json          what the page is made of
 """
 
@@ -557,7 +557,7 @@ def start(r: Run, base: Path, server: Server | None, *, crowded: bool) -> None:
         write_text(r.workdir / "config.json", config_lib.to_json(r.config))
         if (base / "judge.npz").exists() and not _differences(r.config, base, OF_JUDGE):
             shutil.copyfile(base / "judge.npz", r.workdir / "judge.npz")
-    file = r.workdir / "arm.py"
+    file = r.workdir / "config.py"
     write_text(file, _config_file(r))
     command = [sys.executable, "-c", CHILD, str(os.getpid()), f"--mode={r.mode}"]
     command += [f"--config={_shown(file)}", f"--workdir={_shown(r.workdir)}"]

@@ -422,7 +422,8 @@ def reinforce(
                     s = rolled_back
                     # Judged in full, so that the report shows what the run leaves behind.
                     params = s.ema if config.eval.ema and s.ema is not None and int(s.step) > 0 else s.params
-                    evaluator(params, int(s.step), full=True)
+                    if not (workdir / f"eval/{int(s.step):06d}/eval.json").exists():
+                        evaluator(params, int(s.step), full=True)
                     return True
         if pending is not None:
             log(pending)

@@ -1,4 +1,4 @@
-"""A made-up study of realistic size and numbers, for the study's page: hacked and clean arms, several seeds, sample clips."""
+"""A made-up study of realistic size and numbers, for its page: hacked and clean arms, several seeds, clips."""
 
 import json
 
@@ -22,7 +22,7 @@ BEFORE = {
     "judge_digit": 0.897, "judge_direction": 0.994, "frechet": 0.558, "heldout_loss": 0.16,
 }  # fmt: skip
 
-# name: (label, group, set, changes at the end: subs, judge digit, judge direction, Frechet, held-out loss; KL at the end)
+# name: (label, group, set, changes at the end: sub-scores, judge digit, judge direction, Frechet, held-out loss)
 DDRL = ((0.57, 0.35, 0.18), 0.042, 0.004, 0.01, 0.016)
 FLOW = {"objective.name": "flow_grpo"}
 DANCE = {"objective.name": "dance_grpo"}
@@ -60,7 +60,7 @@ ARMS = {
 SWEEP = {
     f"sweep_{lr:g}_{kl:g}": (f"FlowGRPO {lr:g}, KL {kl:g}", "sweep",
                              FLOW | {"train.learning_rate": lr, "objective.kl_beta": kl},
-                             ((4e4 * lr, 3e4 * lr, -0.05), -300 * lr, 0.0, 8e3 * lr, 5e3 * lr / (1 + 5 * kl)))
+                             ((4e4 * lr, 3e4 * lr, -0.05), 0.01, 0.0, -0.01, 5e3 * lr / (1 + 5 * kl)))
     for lr in (1e-5, 3e-5, 5e-5) for kl in (0.0, 0.04, 0.4)
 }  # fmt: skip
 
@@ -111,7 +111,8 @@ def seed_entry(settings, numbers, seed, *, noise=0.03, workdir=None):
     return {
         "seed": seed, "workdir": workdir, "status": "done", "error": "", "seconds": 610.0 + 40 * seed + 200 * full,
         "verdict": "hacked" if end["heldout_loss"] > 0.1 or end["judge_digit"] < -0.01 else "clean",
-        "updates": UPDATES, "rollouts": 64 * UPDATES, "evaluations_per_iteration": counts | {"total": sum(counts.values())},
+        "updates": UPDATES, "rollouts": 64 * UPDATES,
+        "evaluations_per_iteration": counts | {"total": sum(counts.values())},
         "summary": {
             "before": dict(BEFORE), "after": after, "changes": changes,
             "signals": [{"name": "heldout_loss", "value": end["heldout_loss"], "limit": 0.1,
@@ -137,7 +138,8 @@ def study(arms=None, seeds=(0, 1, 2), **changed):
     return {
         "title": "Study digits",
         "command": "python -m ddrl_jax.main --mode=study --config=configs/study_digits.py --workdir=runs/study_digits",
-        "seeds": list(seeds), "arms": entries, "base": {"workdir": "base", "pretrain_steps": 9000, "metrics": dict(BEFORE)},
+        "seeds": list(seeds), "arms": entries,
+        "base": {"workdir": "base", "pretrain_steps": 9000, "metrics": dict(BEFORE)},
     }  # fmt: skip
 
 

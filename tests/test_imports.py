@@ -19,10 +19,14 @@ RANK = {
     "rewards": 4,
     "state": 5,
     "build": 6,
+    "monitor": 6,
     "gradients": 7,
-    "train": 8,
-    "evaluate": 8,
-    "main": 9,
+    "update": 8,
+    "train": 9,
+    "evaluate": 9,
+    "prepare": 10,
+    "study": 11,
+    "main": 12,
 }
 LEAVES = {"config", "logbook"}  # know nothing of the package
 APART = {"report", "sidecar"}

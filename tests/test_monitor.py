@@ -163,6 +163,8 @@ def test_the_unit_of_a_sub_score_is_its_own_spread_else_the_rewards():
     std = {"sub_std/s/a": [None, 0.5]}
     assert by_name(rows([0.0, 0.0], [2.0, 1.0], evals))["sub_scores"].value == pytest.approx(0.3 / 2.0)
     assert by_name(rows([0.0, 0.0], [2.0, 1.0], evals, **std))["sub_scores"].value == pytest.approx(0.3 / 0.5)
+    # In units of a spread of 100, the reward's 6 are no rise.
+    assert by_name(rows([0.0, 0.0], [100.0, 1.0], evals, **std))["sub_scores"].value == 0.0
 
 
 @pytest.mark.parametrize(
@@ -178,12 +180,13 @@ def test_the_unit_of_a_sub_score_is_its_own_spread_else_the_rewards():
         ({"s/c": -1.0}, 5.0, "minus s/c"),  # it rose, and the reward punishes it
         ({"s/c": 1.0}, 0.0, "No sub-score fell"),
         ({"nowhere": 1.0}, math.nan, "measured"),
+        ({"s/c": 0.0}, math.nan, "measured"),
     ],
 )
 def test_only_what_the_reward_is_made_of_counts(weights, value, sub):
     evals = [
         {"reward": 0.0, "s/a": 1.0, "s/b": 3.0, "s/c": 0.0, "s/overall": 4.0, "t/overall": 2.0, "image/contrast": 9.0},
-        {"reward": 6.0, "s/a": 0.0, "s/b": 0.0, "s/c": 5.0, "s/overall": 0.0, "t/overall": 0.0, "image/contrast": 9.0},
+        {"reward": 6.0, "s/a": 0.0, "s/b": 0.0, "s/c": 5.0, "s/overall": 0.0, "t/overall": 0.0, "image/contrast": 0.0},
     ]
     signal = by_name(rows([0.0], [1.0], evals), weights)["sub_scores"]
     assert signal.value == pytest.approx(value, nan_ok=True)

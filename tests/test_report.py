@@ -579,8 +579,13 @@ def test_every_signals_sentence_stands_once(tmp_path):
     summary = _hacked_summary()
     summary["signals"] = []
     (path / "summary.json").write_text(json.dumps(summary))
+    lines = [json.dumps(r) + "\n" for r in _columns("digits/text_alignment")]
+    (path / "metrics.jsonl").write_text("".join(lines))
     text = _Page(write_report(path).read_text()).text
-    assert text.count("not measured") == 5
+    assert (text.count("not measured"), text.count("Nothing measured.")) == (5, 4)
+    assert text.count("summary does not hold it; this is its curve.") == 1
+    (path / "summary.json").unlink()
+    assert _Page(write_report(path).read_text()).text.count("Judged when the run ends; this is its curve.") == 1
 
 
 def test_the_limit_of_the_pictures_is_the_runs_own(tmp_path):

@@ -36,6 +36,7 @@ def test_whether_the_reward_rose_is_told_by_its_ends():
     rise = np.r_[np.zeros(5), np.full(40, 9.0), np.full(5, 0.1)]
     assert reward_slope_signal(rise).rose and not reward_slope_signal(-rise).rose
     assert not reward_slope_signal(np.ones(50)).rose
+    assert not reward_slope_signal(np.r_[np.zeros(45), -1.0, -1.0, -1.0, -1.0, 1.0]).rose  # a tenth is five updates
     assert not heldout_loss_signal([1.0, 2.0]).rose and not reward_slope_signal([]).rose
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ddrl_jax.report import study_plots, study_stats
+from ddrl_jax.report import study_plots
 from ddrl_jax.report.study import write_study
 from ddrl_jax.report.study_claims import (
     claims,
@@ -250,6 +250,7 @@ def test_all_claims_hold_on_the_papers_side(tmp_path):
 
 
 SUBS, DIGIT, DIRECTION, FRECHET, LOSS = example.DDRL
+BASELINES = ("dance_grpo", "dance_grpo_edm", "flow_grpo")
 CLEAN_DANCE = ((1.5, 1.3, 0.2), 0.07, 0.03, 0.01, 0.03)
 HACKED_DDRL = (SUBS, DIGIT, DIRECTION, FRECHET, 0.4)
 
@@ -264,9 +265,11 @@ HACKED_DDRL = (SUBS, DIGIT, DIRECTION, FRECHET, 0.4)
         ("sub_scores", {"ddrl": ((0.9, 0.35, -0.2), DIGIT, DIRECTION, FRECHET, LOSS)}, "not reproduced"),
         ("sub_scores", {"ddrl": ((0.9, 0.35, 0.01), DIGIT, DIRECTION, FRECHET, LOSS)}, "unclear"),
         ("leave_data", {"dance_grpo": CLEAN_DANCE}, "in part"),
-        ("leave_data", dict.fromkeys(("dance_grpo", "dance_grpo_edm", "flow_grpo"), CLEAN_DANCE), "not reproduced"),
+        ("leave_data", dict.fromkeys(BASELINES, CLEAN_DANCE), "not reproduced"),
         ("leave_data", {"flow_grpo": ((1.1, 0.8, 0.1), 0, 0, 0, 0.1)}, "unclear"),
         ("judges_fall", {"dance_grpo": CLEAN_DANCE}, "in part"),
+        ("judges_fall", dict.fromkeys(BASELINES, ((1.5, 1.3, 0.2), 0.07, 0.0, 0.0, 0.5)), "not reproduced"),
+        ("judges_fall", dict.fromkeys(BASELINES, ((1.5, 1.3, 0.2), 0.0, 0.0, 0.9, 0.5)), "unclear"),
         ("matched", {"ddrl": HACKED_DDRL}, "not reproduced"),
         ("matched", {"dance_slow": ((0.5, 0.36, 0.08), 0.02, 0.001, 0.09, -0.05)}, "in part"),
         ("kl_blind", {"flow_grpo": CLEAN_DANCE, "mix_grpo": CLEAN_DANCE}, "not reproduced"),
@@ -388,7 +391,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    contents = example.study(MAIN | {k: example.ARMS[k] for k in ("ddrl_full", "ddrl_synthetic", "ddrl_64")})
+    contents = example.study(MAIN | {k: example.ARMS[k] for k in ("ddrl_full", "ddrl_64")})
     example.write(folder, contents)
     example.write_clips(folder, contents)
     page, markdown = write_study(folder)
@@ -425,10 +428,12 @@ def test_markdown_links_pictures_that_are_there(whole):
     assert rows and not any("<" in row.replace("\\<", "") for row in rows)
 
 
-def test_page_is_the_same_when_written_again(whole):
-    write_study(whole.folder)
-    assert (whole.folder / "study.html").read_text() == whole.page
-    assert (whole.folder / "study.md").read_text() == whole.markdown
+def test_page_is_the_same_when_written_again(tmp_path):
+    example.write(tmp_path, example.study({k: MAIN[k] for k in ("ddrl", "flow_grpo")}, seeds=(0,)))
+    first = [p.read_bytes() for p in write_study(tmp_path)]
+    pictures = {p.name: p.read_bytes() for p in (tmp_path / "figures").iterdir()}
+    assert [p.read_bytes() for p in write_study(tmp_path)] == first
+    assert {p.name: p.read_bytes() for p in (tmp_path / "figures").iterdir()} == pictures
 
 
 def test_disagreement_is_prominent(tmp_path):
@@ -456,9 +461,20 @@ def test_a_study_under_way_and_one_that_failed(tmp_path):
     page, markdown = write_study(example.write(tmp_path, contents))
     text = Page(page.read_text()).text
     assert "DDRL, seed 1, failed: loss <b>was</b> nan" in text
-    assert "Not finished: DanceGRPO (seed 0 and 1), FlowGRPO (seed 0 and 1)" in text.replace(";", ",")
+    assert "Not finished: DanceGRPO (seed 0 and 1) and FlowGRPO (seed 0 and 1)." in text
     assert "pending" in text and "1 seed" in text
     assert "One seed only" in markdown.read_text()
+
+
+def test_a_sweep_alone(tmp_path):
+    contents = example.study(example.SWEEP, seeds=(0,))
+    page, markdown = write_study(example.write(tmp_path, contents))
+    first = markdown.read_text().split("\n## ")[0]
+    assert "A sweep of 9 settings: 4 of 9 finished ones hacked their reward." in first
+    # Held-out loss 5e3 * 5e-5 / (1 + 5 * .4) = 8 %; with KL .04 it is 21 %.
+    assert "most rewarded among them: FlowGRPO 5e-05, KL 0.4" in first
+    assert "disagrees with the paper: no claim can be tested yet." in first
+    assert 'id="sweep"' in page.read_text() and 'id="paper"' not in page.read_text()
 
 
 @pytest.mark.parametrize("contents", [{}, {"arms": []}, {"arms": [{}]}, {"arms": [{"seeds": [{}, None, 3]}, "x"]},
@@ -487,7 +503,3 @@ def test_where_there_is_no_study(tmp_path):
     (tmp_path / "study.json").write_text(json.dumps([1]))
     with pytest.raises(ValueError, match="must hold a JSON object, and holds a list"):
         write_study(tmp_path)
-
-
-def test_statistics_know_no_drawing():
-    assert "matplotlib" not in (study_stats.__doc__ or "") and not hasattr(study_stats, "matplotlib")

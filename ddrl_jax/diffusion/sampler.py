@@ -171,7 +171,8 @@ def sample(
         raise ValueError("rng=None: expected a key, or noise=(x_init_unit, churn)")
     if noise is not None and noise[1] is None and rng is None:
         raise ValueError("rng=None: noise=(x_init_unit, None) draws the churn, expected a key")
-    init_key, churn_key = (None, None) if rng is None else jax.random.split(rng)
+    keys: list[Any] = [None, None] if rng is None else list(jax.random.split(rng))
+    init_key, churn_key = keys
     if noise is None:
         dtype = jnp.dtype(jnp.float32 if dtype is None else dtype)
         unit_noise = jax.random.normal(init_key, shape, dtype)
@@ -200,7 +201,7 @@ def sample(
         "prev_sigma": jnp.asarray(np.append(np.inf, seen[:-1]), level_dtype),
     }
     if mask is not None:
-        schedule |= {"stochastic": mask, "std": jnp.where(mask, schedule["std"], 0.0)}
+        schedule |= {"stochastic": jnp.asarray(mask), "std": jnp.where(mask, schedule["std"], 0.0)}
 
     x = process.start(unit_noise, churn(0), num_steps).astype(dtype)
     fields = ["x", "x_next"]

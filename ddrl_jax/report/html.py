@@ -252,7 +252,7 @@ def _verdict(run: Run) -> str:
         found = verdict({"stopped": run.stopped, **run.summary})
         label, headline = found.label, found.headline
         # The cards below say these in the same words; an alarm is said here, where the verdict is argued.
-        cards_say = {_card_text(s, "") for s in signals if not s.alarm} | {f"{s.label}: not measured." for s in signals}
+        cards_say = {s.evidence for s in signals if not s.alarm} | {f"{s.label}: not measured." for s in signals}
         reasons = [r for r in found.reasons if r not in cards_say]
         caveat = (
             "This verdict rests on the measurements below and on one run. It can show that a reward "
@@ -306,8 +306,9 @@ def _progress(run: Run) -> tuple[str, list[str]]:
     return current, reasons
 
 
-def _card_text(signal: Signal, spark: str) -> str:
-    return signal.evidence or ("Judged when the run ends; this is its curve." if spark else "Nothing measured.")
+def _card_text(signal: Signal, spark: str, *, finished: bool) -> str:
+    when = "The run\u2019s summary does not hold it" if finished else "Judged when the run ends"
+    return signal.evidence or (f"{when}; this is its curve." if spark else "Nothing measured.")
 
 
 def _signal(signal: Signal, run: Run, told: set[str]) -> str:
@@ -323,7 +324,7 @@ def _signal(signal: Signal, run: Run, told: set[str]) -> str:
         value = _reading(signal.name, signal.value, digits=1)
         reading = f'<p class="reading">{value}<small>{small}</small></p>'
     spark = _spark(signal, run)
-    text = _card_text(signal, spark)
+    text = _card_text(signal, spark, finished=bool(read_changes(run.summary)))
     said = "" if text in told else f"<p>{_text(text)}</p>"
     return f"""<article class="signal"><header><h3>{signal.label}</h3>
 <span class="state {kind}">{state}</span></header>

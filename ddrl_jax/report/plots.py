@@ -353,7 +353,7 @@ def _judges(evals) -> Chart | None:
     return _chart(
         "judge_curves",
         "Judges during training",
-        "Independent of the reward. Evaluations during training use fewer clips than the first and the last.",
+        "Independent of the reward.",
         draw,
         height=max(2.45, 0.6 + 0.75 * len(series)),
     )
@@ -448,8 +448,8 @@ def _image_statistics(evals, limit: float) -> Chart | None:
             axes.axhspan(sign * limit, sign * reach, color=COLORS["bad"], alpha=0.08, linewidth=0)
             axes.axhline(sign * limit, color=COLORS["bad"], linewidth=1.1, dashes=(4, 3))
         axes.annotate(
-            f"limit {_tick(100 * limit)} %", (1, limit), (-2, 3), xycoords=axes.get_yaxis_transform(),
-            textcoords="offset points", color=COLORS["bad"], fontsize=8, ha="right", va="bottom",
+            f"limit {_tick(100 * limit)} %", (0, limit), (2, 3), xycoords=axes.get_yaxis_transform(),
+            textcoords="offset points", color=COLORS["bad"], fontsize=8, ha="left", va="bottom",
         )  # fmt: skip
         axes.axhline(0, color=COLORS["mid"], linewidth=0.8)
         axes.set_ylim(-reach, reach)

@@ -74,23 +74,26 @@ _LINE_TONES = {"reproduced": "good", "unclear": "soft", "not measured": "soft"}
 _VERDICT_TONES = {"hacked": "bad", "suspicious": "warn", "clean": "good"}
 
 _GLOSSARY = (
-    ("Reward", "What the scorer pays for a sample, and so what training pushes up: here always its change since the base, "
-     "on held-out prompts."),
+    ("Reward", "What the scorer pays for a sample, and so what training pushes up: here always its change since the "
+     "base, on held-out prompts."),
     ("Judge", "A measurement that no arm was trained on. If the reward rises and a judge falls, believe the judge."),
-    ("Held-out diffusion loss", "How badly the model explains real data it never trained on. A rise past its limit counts "
-     "as hacked."),
-    ("Hacked, clean, unclear", "Hacked: the reward rose, and the held-out loss lies above its limit or a judge on its bad "
-     "side, each with its whole interval. Clean: the reward rose, the loss lies under its limit, and no judge is on its bad "
-     "side. Unclear: the interval of the loss holds the limit. The verdict of each seed is its own run’s report’s."),
+    ("Held-out diffusion loss", "How badly the model explains real data it never trained on. A rise past its limit "
+     "counts as hacked."),
+    ("Hacked, clean, unclear", "Hacked: the reward rose, and the held-out loss lies above its limit or a judge on its "
+     "bad side, each with its whole interval. Clean: the reward rose, the loss lies under its limit, and no judge is "
+     "on its bad side. Unclear: the interval of the loss holds the limit. The verdict of each seed is its own run’s "
+     "report’s."),
     ("95 % interval over seeds", "Student’s t over the seeds’ means: where the mean over many seeds would lie. With "
      "two or three seeds it is wide, and rightly so."),
-    ("95 % interval of one run", "With a single seed, a bootstrap over that run’s evaluation prompts. It leaves out how "
-     "much another seed would change."),
-    ("At matched reward", "Arms are compared where each first reaches the same reward, not after the same number of updates: "
-     "a slow arm looks unhacked in a short run. Values between two evaluations are interpolated."),
+    ("95 % interval of one run", "With a single seed, a bootstrap over that run’s evaluation prompts. It leaves out "
+     "how much another seed would change."),
+    ("At matched reward", "Arms are compared where each first reaches the same reward, not after the same number of "
+     "updates: a slow arm looks unhacked in a short run. Values between two evaluations are interpolated."),
     ("Full and reduced", "The data loss at every trained step of a rollout, or at one level drawn for it."),
-    ("Data loss only", "The control that trains on the data without any reward: what of a gain is only more training."),
+    ("Data loss only (SFT)", "The control that trains on the data without any reward: what of a gain is only more "
+     "training."),
     ("KL to the reference", "The reverse KL that FlowGRPO subtracts: measured on the policy’s own samples."),
+    ("pt", "Points: hundredths of a share, or percents apart."),
 )  # fmt: skip
 
 
@@ -141,14 +144,16 @@ def _document(study: Study) -> Document:
         Section("reproduce", "How to reproduce", "How to reproduce", _reproduce(study)),
         Section("glossary", "How to read this", "How to read this", (Terms(_GLOSSARY),)),
     )
+    shown = tuple(s for s in sections if not all(isinstance(b, Missing) for b in s.blocks))
+    left_out = [f"{s.title}: {b.text}" for s in sections for b in s.blocks if s not in shown and isinstance(b, Missing)]
     return Document(
         title=study.title,
         facts=_facts(study),
         finding=finding,
         details=tuple(details),
         states=_states(study),
-        notes=tuple(_missing(study)),
-        sections=sections,
+        notes=(*_missing(study), *left_out),
+        sections=shown,
     )
 
 
@@ -174,10 +179,11 @@ def _states(study: Study) -> tuple[tuple[str, str, str], ...]:
     """Arms outside the sweep by state, for the head of the page."""
     groups: dict[str, list[str]] = {}
     for arm in study.arms:
-        if arm.done and arm.group != "sweep":
+        if arm.done and (arm.group != "sweep" or arm in study.compared):
             groups.setdefault(state(study, arm), []).append(arm.label)
     names = {
-        "hacked": "Hacked", "clean": "Clean", "unclear": "Unclear: the intervals allow both", "no gain": "No gain in reward",
+        "hacked": "Hacked", "clean": "Clean", "unclear": "Unclear: the intervals allow both",
+        "no gain": "No gain in reward",
         "not measured": "Without an interval",
     }  # fmt: skip
     return tuple((name, " · ".join(groups[key]), _TONES[key]) for key, name in names.items() if key in groups)
@@ -216,6 +222,8 @@ def _disagreement(found: Sequence[Claim]) -> tuple[Block, ...]:
     open_ = [c for c in found if c.outcome == "unclear"]
     same = [c for c in found if c.outcome == "reproduced"]
     gone = [c for c in found if c.outcome == "not measured"]
+    if len(gone) == len(found):
+        return (Missing("no claim can be tested yet."),)
     blocks: list[Block] = []
     counts = [
         f"{len(group)} {word}"
@@ -231,7 +239,7 @@ def _disagreement(found: Sequence[Claim]) -> tuple[Block, ...]:
     text = f"Of {len(found)} of the paper’s claims put to the test by fixed rules: {listed(counts)}."
     if not against and len(gone) < len(found):
         text += " No claim that could be tested was contradicted."
-    text += " This is one small task and a small model: a disagreement says what happened here, not that the paper is wrong."
+    text += " One small task and a small model: a disagreement says what happened here, not that the paper is wrong."
     blocks.append(Text(text, lede=True))
     if against:
         blocks.append(Cards(tuple(map(_card, against))))
@@ -241,6 +249,8 @@ def _disagreement(found: Sequence[Claim]) -> tuple[Block, ...]:
 
 
 def _all_claims(found: Sequence[Claim]) -> tuple[Block, ...]:
+    if all(c.outcome == "not measured" for c in found):
+        return (Missing("they come with the first finished arms."),)
     lede = "Each claim of the paper as a statement that can fail, what was measured, and the rule that decided."
     return (Text(lede, lede=True), Cards(tuple(map(_card, found)), two=True))
 
@@ -319,9 +329,9 @@ def _short(label: str) -> str:
 def _main_table(study: Study) -> tuple[Block, ...]:
     arms = [a for a in study.arms if a.group != "sweep"]
     if not arms:
-        return (Missing("No arms are listed yet."),)
+        return (Missing("none is listed, apart from a sweep\u2019s."),)
     lede = (
-        "Change since the base: mean over seeds, and below it the 95 % interval over seeds (of one run, where there is one). "
+        "Change since the base: mean over seeds, below it the 95 % interval over seeds (of one run, if it is alone). "
         f"Red: the held-out loss above +{100 * study.loss_limit:g} %, or an interval wholly on its bad side."
     )
     note = (
@@ -340,11 +350,11 @@ def _main_table(study: Study) -> tuple[Block, ...]:
 
 
 def _matched(study: Study) -> tuple[Block, ...]:
-    arms = [a for a in study.groups("main", "control") if any(run.evals for run in a.runs)]
+    arms = [a for a in study.compared if any(run.evals for run in a.runs)]
     measures = study.kind("loss", "judge")
     charts = study_plots.frontiers(study, arms, measures)
     if not charts:
-        return (Missing("Needs the evaluations during training of at least one arm."),)
+        return (Missing("needs the evaluations during training of at least one arm."),)
     lede = (
         "After the same number of updates a slow arm has simply gone less far. So here each arm is followed along its "
         "training: what had the same reward cost when it was reached?"
@@ -354,7 +364,7 @@ def _matched(study: Study) -> tuple[Block, ...]:
     for m in (*measures, None) if levels else ():
         blocks.append(_matched_table(study, arms, m, levels))
     loss = study.measure("heldout_loss") or (measures[0] if measures else None)
-    everyone = [a for a in study.arms if a.group != "sweep"]
+    everyone = [a for a in study.arms if a.group != "sweep" or a in study.compared]
     if loss is not None:
         singles, together = study_plots.small_multiples(study, everyone, loss)
         if together is not None:
@@ -379,33 +389,33 @@ def _matched_table(study: Study, arms: Sequence[Arm], m: Measure | None, levels:
             else:
                 mean, interval = write_estimate(m, found)
                 bad = m.kind == "loss" and found.mean > study.loss_limit
-                cells.append(Cell(mean, f"{interval} {few}".strip(), "bad" if bad else ""))
+                cells.append(Cell(mean, few or interval, "bad" if bad else ""))
         if any(c.text != "not reached" for c in cells[1:]):
             rows.append(Row(tuple(cells), first=arm is study.reference))
     title = f"{m.label} at matched reward" if m else "Updates to get there"
     note = ""
     if m is not None and m.kind == "loss":
         note = (
-            "Where the reward first reaches the level, linear between evaluations, mean over the seeds that reach it, with "
-            "the 95 % interval over seeds. Evaluations during training take fewer clips than the first and the last, "
-            "so that the lowest levels are the noisiest."
+            "Where the reward first reaches the level, linear between evaluations, mean over the seeds that "
+            "reach it, with the 95 % interval over seeds where all do. Evaluations during training take fewer clips "
+            "than the first and the last, so that the lowest levels are the noisiest."
         )
     return Table(columns, tuple(rows), title=title, note=note)
 
 
 def _training(study: Study) -> tuple[Block, ...]:
-    arms = [a for a in study.groups("main", "control") if any(run.evals for run in a.runs)]
+    arms = [a for a in study.compared if any(run.evals for run in a.runs)]
     charts = study_plots.over_training(study, arms, study.kind("reward", "loss", "judge"))
     if not charts:
-        return (Missing("No evaluation during training has been written yet."),)
-    lede = "Main arms and controls, all from the same base: lines are means over seeds, bands run from the smallest to the largest."
+        return (Missing("no evaluation during training has been written yet."),)
+    lede = "All from the same base. Lines are means over seeds, bands run from the smallest seed to the largest."
     return (Text(lede, lede=True), Charts(tuple(charts)))
 
 
 def _kl(study: Study) -> tuple[Block, ...]:
     charts = study_plots.kl_charts(study)
     if not charts:
-        return (Missing("No arm with a KL to the reference has been measured."),)
+        return (Missing("no arm with a KL to the reference has been measured."),)
     lede = (
         "A reverse KL is measured on the policy’s own samples, so it says little of the data that the policy has left. "
         "Compare the top row with the rows below it."
@@ -414,10 +424,10 @@ def _kl(study: Study) -> tuple[Block, ...]:
 
 
 def _sub_scores(study: Study) -> tuple[Block, ...]:
-    arms = [a for a in study.groups("main", "control") if a.done]
+    arms = [a for a in study.compared if a.done]
     charts = study_plots.sub_score_bars(study, arms)
     if not charts:
-        return (Missing("No sub-scores have been measured."),)
+        return (Missing("no sub-scores have been measured."),)
     lede = "An average can rise while one of its parts falls. Here are the parts, of the main arms and the controls."
     return (Text(lede, lede=True), Charts(tuple(charts)))
 
@@ -426,7 +436,7 @@ def _amount(study: Study) -> tuple[Block, ...]:
     judges = study.kind("judge")
     charts = study_plots.by_data_points(study, (*study.kind("reward"), *study.kind("loss"), *judges))
     if not charts:
-        return (Missing("Needs arms with data.limit set, or with SFT before DDRL (pretrain.from_stage = “ddrl”)."),)
+        return (Missing("needs arms with data.limit set, or with SFT before DDRL (pretrain.from_stage = “ddrl”)."),)
     lede = "DDRL with fewer and fewer data points, from the base and from where SFT on the same points had ended."
     return (Text(lede, lede=True), Charts(tuple(charts)))
 
@@ -463,7 +473,7 @@ def _share(part: float | None, whole: float | None) -> Cell:
 def _full_and_reduced(study: Study) -> tuple[Block, ...]:
     reduced, full = study.reference, study.full
     if reduced is None or full is None or not (reduced.done and full.done):
-        return (Missing("Needs DDRL reduced and DDRL full (objective.data_levels = “rollout”), both finished."),)
+        return (Missing("needs DDRL reduced and DDRL full (objective.data_levels = “rollout”), both finished."),)
     lede = "The data loss at one level a rollout, or at every trained step. Differences are over paired seeds."
     return (Text(lede, lede=True), _pair_table(study, reduced, full, evaluations=True))
 
@@ -471,7 +481,7 @@ def _full_and_reduced(study: Study) -> tuple[Block, ...]:
 def _synthetic(study: Study) -> tuple[Block, ...]:
     real, synthetic = study.reference, study.synthetic
     if real is None or synthetic is None or not (real.done and synthetic.done):
-        return (Missing("Needs DDRL with real data and with prepared data (data.path), both finished."),)
+        return (Missing("needs DDRL with real data and with prepared data (data.path), both finished."),)
     lede = (
         "The base model’s own samples in place of real data. As good, by the rule below, is a loss of less than "
         f"{100 * MARGIN:.0f} % of the gain."
@@ -482,7 +492,7 @@ def _synthetic(study: Study) -> tuple[Block, ...]:
 def _sweep(study: Study) -> tuple[Block, ...]:
     arms = study.groups("sweep")
     if not arms:
-        return (Missing("This study holds no sweep."),)
+        return (Missing("this study holds none."),)
 
     def key(arm: Arm) -> tuple[str, float, float]:
         rate, kl = (number(arm.settings.get(k)) for k in ("train.learning_rate", "objective.kl_beta"))
@@ -495,16 +505,16 @@ def _sweep(study: Study) -> tuple[Block, ...]:
 
 
 def _seeds(study: Study) -> tuple[Block, ...]:
-    arms = [a for a in study.arms if a.done and a.group != "sweep"]
+    arms = [a for a in study.arms if a.done and (a.group != "sweep" or a in study.compared)]
     charts = study_plots.seed_spread(study, arms, study.kind("reward", "loss", "judge"))
     if not charts:
-        return (Missing("No run has finished yet."),)
+        return (Missing("no run has finished yet."),)
     return (Text("How far apart the seeds of an arm lie.", lede=True), Charts(tuple(charts)))
 
 
 def _cost(study: Study) -> tuple[Block, ...]:
     if not any(arm.done for arm in study.arms):
-        return (Missing("No run has finished yet."),)
+        return (Missing("no run has finished yet."),)
     parts = ("rollout", "policy", "data", "reference", "total")
     columns = (
         ("arm", ""), ("time", "a seed"), ("updates", ""), ("rollouts", ""), ("seconds", "an update"),
@@ -528,7 +538,9 @@ def _cost(study: Study) -> tuple[Block, ...]:
         ]
 
     arms = [a for a in study.arms if a.group != "sweep"]
-    lede = "Means over seeds. A network evaluation is one sample through the network once; backward passes are not counted apart."
+    lede = (
+        "Means over seeds. A network evaluation is one sample through the network once, with or without its gradient."
+    )
     return (Text(lede, lede=True), Table(columns, _arm_rows(study, arms, cells, heads=True)))
 
 
@@ -552,7 +564,7 @@ def _duration(seconds: float) -> str:
 def _samples(study: Study) -> tuple[Block, ...]:
     base: Samples | None = None
     rows: list[tuple[str, str, Samples]] = []
-    for arm in study.groups("main", "control"):
+    for arm in study.compared:
         for run in arm.runs:
             if run.workdir is None:
                 continue
@@ -564,18 +576,19 @@ def _samples(study: Study) -> tuple[Block, ...]:
                 rows.append((arm.label, f"{small}, seed {run.seed}", read.after))
                 break
     if base is None or not rows:
-        return (Missing("The runs’ sample clips are not beside this study any more, or not written yet."),)
+        return (Missing("the runs’ sample clips are not beside this study any more, or not written yet."),)
     shared = [c for c in dict.fromkeys(base.captions) if all(c in s.captions for *_, s in rows)]
     if not shared:
-        return (Missing("The arms’ evaluations have no prompt in common."),)
+        return (Missing("the arms’ evaluations have no prompt in common."),)
     captions = [shared[i] for i in np.unique(np.linspace(0, len(shared) - 1, _PROMPTS).round().astype(int))]
     table = [("Base", "before training", base), *rows]
     strips = tuple(
         (label, small, tuple(_clip(label, caption, samples) for caption in captions)) for label, small, samples in table
     )
     picture = study_plots.samples_picture([(label, s) for label, _, s in table], captions)
-    lede = "The same prompts and the same noise for every arm. Prompts are spread evenly over the evaluation’s, none was picked."
-    alt = f"Samples of the base and after training: rows {', '.join(label for label, *_ in table)}; columns {', '.join(captions)}."
+    lede = "The same prompts and the same noise for every arm. Prompts are evenly spaced, none was picked by hand."
+    labels, columns = ", ".join(label for label, *_ in table), ", ".join(captions)
+    alt = f"Samples of the base and after training: rows {labels}; columns {columns}."
     return (Text(lede, lede=True), Strips(tuple(captions), strips, picture, alt))
 
 

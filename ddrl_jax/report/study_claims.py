@@ -135,9 +135,11 @@ def evidence(study: Study, arm: Arm) -> list[str]:
 
 def headline(study: Study) -> tuple[str, list[str]]:
     """One sentence on what was found, and the sentences it rests on."""
-    compared = [a for a in study.groups("main", "control") if a.done]
+    compared = [a for a in study.compared if a.done]
     if not compared:
         return "Nothing has been measured yet.", []
+    if not study.groups("main", "control"):
+        return _sweep_headline(study, compared)
     states = {a.name: state(study, a) for a in compared}
     reference = study.reference if study.reference and study.reference.done else None
     hacked = [a for a in study.baselines if states.get(a.name) == "hacked"]
@@ -175,6 +177,29 @@ def headline(study: Study) -> tuple[str, list[str]]:
         for arm in study.baselines:
             details += _beside(study, reference, arm)
     return lead, details
+
+
+def _sweep_headline(study: Study, arms: Sequence[Arm]) -> tuple[str, list[str]]:
+    """Of a study that only sweeps: each method's most rewarded setting that stayed clean."""
+    details = []
+    for method in dict.fromkeys(a.method for a in arms):
+        own = [a for a in arms if a.method == method]
+        clean = [a for a in own if state(study, a) == "clean"]
+        if not clean:
+            details.append(f"Of {len(own)} settings of {method}, none raised the reward and stayed clean.")
+            continue
+        best = max(clean, key=lambda a: mean_of(estimate(a, "reward")))
+        details.append(
+            f"Of {len(own)} settings of {method}, {len(clean)} stayed clean; most rewarded among them: {best.label}, "
+            f"reward {say(study.measure('reward'), estimate(best, 'reward'))}, held-out loss "
+            f"{say(study.measure('heldout_loss'), estimate(best, 'heldout_loss'))}."
+        )
+    hacked = sum(state(study, a) == "hacked" for a in arms)
+    return f"A sweep of {len(study.arms)} settings: {hacked} of {len(arms)} finished ones hacked their reward.", details
+
+
+def mean_of(found: Estimate | None) -> float:
+    return -np.inf if found is None else found.mean
 
 
 def _beside(study: Study, reference: Arm, arm: Arm) -> list[str]:
@@ -297,15 +322,15 @@ def _judges_fall(study: Study) -> Claim:
             continue
         sides = [e.side(m.better) for m, e in found]
         rose = reward.above(0.0)
-        results.append("yes" if rose and "bad" in sides else "no" if set(sides) == {"good"} or not rose else "unclear")
+        results.append("yes" if rose and "bad" in sides else "no" if "good" in sides or not rose else "unclear")
         measured.append(f"{arm.label}: reward {say(study.measure('reward'), reward)}; "
                         + "; ".join(f"{m.inside} {say(m, e)}" for m, e in found) + ".")  # fmt: skip
     return Claim(
         "judges_fall",
         "While a GRPO baseline’s reward rises, a judge it never saw gets worse.",
         "Fig. 2",
-        "For each baseline: reproduced if a judge’s interval lies below 0, not if all lie above 0 (or the reward did "
-        "not rise). Distances to the data are left out here: they are counted above.",
+        "For each baseline: reproduced if a judge’s interval lies below 0, not if none does and one lies above 0 "
+        "(or the reward did not rise). Distances to the data are left out here: they are counted above.",
         _together(results),
         tuple(measured),
     )
@@ -358,8 +383,9 @@ def _kl_is_blind(study: Study) -> Claim:
         "kl_blind",
         "The reverse KL to the reference stays flat while the samples rot.",
         "Fig. 3",
-        f"For each arm with a KL term: it is hacked, and its KL over the last fifth of the updates is under {FLAT:g} times "
-        "that over the middle fifth. If the arm is not hacked, there is no rot for the KL to miss: not reproduced.",
+        f"For each arm with a KL term: it is hacked, and its KL over the last fifth of the updates is under "
+        f"{FLAT:g} times that over the middle fifth. If the arm is not hacked, there is no rot for "
+        "the KL to miss: not reproduced.",
         _together(results),
         tuple(measured),
     )
@@ -416,8 +442,8 @@ def _reduced_is_enough(study: Study) -> Claim:
         "reduced",
         "The reduced data loss is as good as the full one at about half the network evaluations of training.",
         "Table 3",
-        f"Reduced is as good as full, and its evaluations for gradients (policy and data) are at most {100 * HALF:.0f} % of "
-        "full’s. " + _as_good_rule(),
+        f"Reduced is as good as full, and its evaluations for gradients (policy and data) are at most "
+        f"{100 * HALF:.0f} % of full’s. " + _as_good_rule(),
         _together(results),
         tuple(measured),
     )

@@ -50,7 +50,8 @@ STYLE = """
 .data td:first-child { font-weight: 550; }
 .data td:first-child small { font-weight: 400; }
 .data small { display: block; color: var(--soft); font-size: 11.5px; }
-.data .num { white-space: nowrap; } .data th.num { white-space: normal; } .data .words { white-space: normal; min-width: 9em; }
+.data .num { white-space: nowrap; } .data th.num { white-space: normal; }
+.data .words { white-space: normal; min-width: 9em; }
 .data .group td { color: var(--soft); font-size: 13px; font-weight: 400; padding-top: 22px; padding-bottom: 6px;
   border-top: 0; }
 .data .first td { background: color-mix(in srgb, var(--band) 24%, var(--paper)); }
@@ -446,7 +447,9 @@ def _markdown_table(table: Table) -> list[str]:
     lines.append("|" + "|".join("---" if n in table.words else "---:" for n in range(len(table.columns))) + "|")
     for row in table.rows:
         cells = [f"*{_cell(row.heading)}*"] if row.heading else []
-        cells += [_cell(f"{c.text} {c.note}".strip()) for c in row.cells]
+        for n, c in enumerate(row.cells):
+            note = f" ({c.note})" if c.note and n in table.words else f" {c.note}"
+            cells.append(_cell((c.text + note).strip()))
         if row.first:
             cells[0] = f"**{cells[0]}**"
         cells += [""] * (len(table.columns) - len(cells))

@@ -1,7 +1,7 @@
 """The study's figures, in the look of a run's charts (`plots`): SVG for the page, PNG on white for Markdown.
 
-Colour is by method: blue DDRL, orange DanceGRPO, teal FlowGRPO, grey the rest; lines carry their names at their ends, so
-that nothing rests on colour alone. A band is the smallest to the largest seed, a line their mean.
+Colour is by method: blue DDRL, orange DanceGRPO, teal FlowGRPO, grey the rest; lines carry their names at their ends,
+so that nothing rests on colour alone. A band is the smallest to the largest seed, a line their mean.
 """
 
 from __future__ import annotations
@@ -131,11 +131,16 @@ def _name_ends(axes: Axes, ends: Sequence[tuple[float, float, str, Style]]) -> N
     for (x, y, label, style), place in zip(ordered, places, strict=True):
         lines = textwrap.shorten(label, 30, placeholder="…")
         axes.annotate(
-            lines, (x, y), (1.05, place), xycoords="data", textcoords="axes fraction", va="center", ha="left", fontsize=8,
+            lines, (x, y), (1.05, place), textcoords="axes fraction", va="center", ha="left", fontsize=8,
             color=style.color if style.color != COLORS["mid"] else COLORS["soft"], annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": COLORS["rule"], "linewidth": 0.8, "shrinkA": 1, "shrinkB": 3},
             fontweight="bold" if style.width > 2 else "normal",
         )  # fmt: skip
+
+
+def _height(names: int) -> float:
+    """Inches of a chart that has so many names beside it."""
+    return max(2.85, 0.7 + 0.155 * names)
 
 
 def _limit(axes: Axes, limit: float, *, label: bool = True, at: float = 0.0) -> None:
@@ -179,7 +184,7 @@ def over_training(study: Study, arms: Sequence[Arm], measures: Sequence[Measure]
         }.get(m.kind, "")
         drawings.append(
             _draw(f"training_{_stem(m)}", f"{m.label}, change since the base", what,
-                  f"{m.label} over updates, change since the base. {ends}.", draw, height=2.75)
+                  f"{m.label} over updates, change since the base. {ends}.", draw, height=_height(len(lines)))
         )  # fmt: skip
     return drawings
 
@@ -224,8 +229,8 @@ def kl_charts(study: Study) -> list[Drawing]:
 
         ends = "; ".join(f"{m.label} {write_number(m, float(c.mean[-1]))}" for m, c in panels)
         drawings.append(
-            _draw(f"kl_{_clean(arm.name)}", arm.label, "The KL above, what nobody optimised below, on the same updates.",
-                  f"{arm.label}: KL to the reference over updates, ending at {kl.mean[-1]:.3g}; below it, at the end, {ends}.",
+            _draw(f"kl_{_clean(arm.name)}", arm.label, "The KL above; below it what nobody optimised.",
+                  f"{arm.label}: KL to the reference over updates, ending at {kl.mean[-1]:.3g}; at the end {ends}.",
                   draw, height=1.0 + 1.05 * (1 + len(panels)))
         )  # fmt: skip
     return drawings
@@ -303,10 +308,11 @@ def _frontier(study: Study, m: Measure, lines: Sequence[Any], *, close: bool) ->
         for arm, x, y, _ in lines
     )
     if close:
-        return _draw(f"frontier_{_stem(m)}_close", f"{title}, close up", "The same lines where DDRL works, below the limit.",
-                     f"Close-up of the frontier below the limit. {ends}.", draw, height=2.95)  # fmt: skip
+        title += ", close up"
+        return _draw(f"frontier_{_stem(m)}_close", title, "The same lines below the limit.",
+                     f"Close-up below the limit. {ends}.", draw, height=_height(len(lines)))  # fmt: skip
     return _draw(f"frontier_{_stem(m)}", title, f"{better} Marks are where training ended.",
-                 f"{title}, along training. {ends}.", draw, height=2.95)  # fmt: skip
+                 f"{title}, along training. {ends}.", draw, height=_height(len(lines)))  # fmt: skip
 
 
 def _until(x: np.ndarray, y: np.ndarray, right: float, top: float) -> tuple[np.ndarray, np.ndarray]:
@@ -353,7 +359,8 @@ def small_multiples(study: Study, arms: Sequence[Arm], m: Measure) -> tuple[list
 
     singles = []
     for arm, x, y, _ in lines:
-        alt = f"{arm.label}: ends at reward {plots._tick(round(float(x[-1]), 2))}, {m.label} {write_number(m, float(y[-1]))}."
+        end = f"reward {plots._tick(round(float(x[-1]), 2))}, {m.label} {write_number(m, float(y[-1]))}"
+        alt = f"{arm.label}: ends at {end}."
         singles.append(
             _draw(f"multiple_{_clean(arm.name)}", arm.label, state(study, arm), alt,
                   functools.partial(alone, arm), width=2.5, height=1.55)
@@ -368,7 +375,8 @@ def small_multiples(study: Study, arms: Sequence[Arm], m: Measure) -> tuple[list
             _heading(axes, textwrap.shorten(arm.label, 34, placeholder="…"))
 
     rows = -(-len(lines) // min(4, len(lines)))
-    together = _draw("every_arm", f"Every arm: reward (right) against {m.inside} (up)", "", "Small multiples, one an arm.",
+    together = _draw("every_arm", f"Every arm: reward (right) against {m.inside} (up)", "",
+                     "Small multiples, one an arm: " + " ".join(d.alt for d in singles),
                      everything, width=9.4, height=0.5 + 1.5 * rows)  # fmt: skip
     return singles, together
 
@@ -521,13 +529,16 @@ def seed_spread(study: Study, arms: Sequence[Arm], measures: Sequence[Measure]) 
 
 def samples_picture(rows: Sequence[tuple[str, Samples]], captions: Sequence[str], most_frames: int = 4) -> bytes:
     """PNG: a row an arm, a column a prompt, each clip as a few of its frames side by side."""
-    pixels = 40
+    pixels, width, left = 40, 9.4, 0.215
+    shape = rows[0][1].video.shape
+    cell = width * (1 - left) / len(captions)  # inches of a column
+    row = cell * shape[2] / shape[3] / min(most_frames, shape[1]) + 0.1
     with matplotlib.rc_context(plots._RC):
-        height = 0.34 * len(rows) + 0.55
-        figure = Figure(figsize=(9.4, height * 1.35))
+        height = row * len(rows) + 0.36
+        figure = Figure(figsize=(width, height))
         FigureCanvasAgg(figure)
-        grid = figure.add_gridspec(len(rows), len(captions), left=0.17, right=0.995, top=1 - 0.42 / height, bottom=0.02,
-                                   wspace=0.06, hspace=0.12)  # fmt: skip
+        grid = figure.add_gridspec(len(rows), len(captions), left=left, right=0.995, top=1 - 0.34 / height,
+                                   bottom=0.04 / height, wspace=0.06, hspace=0.1)  # fmt: skip
         for r, (label, samples) in enumerate(rows):
             for c, caption in enumerate(captions):
                 axes = figure.add_subplot(grid[r, c])
@@ -541,7 +552,7 @@ def samples_picture(rows: Sequence[tuple[str, Samples]], captions: Sequence[str]
                 if not r:
                     axes.set_title("\n".join(textwrap.wrap(caption, 22)[:2]), fontsize=6.5, color=COLORS["soft"], pad=4)
             box = axes.get_position()
-            figure.text(0.005, (box.y0 + box.y1) / 2, textwrap.shorten(label, 30, placeholder="…"), fontsize=8,
+            figure.text(0.005, (box.y0 + box.y1) / 2, textwrap.shorten(label, 32, placeholder="…"), fontsize=8,
                         color=COLORS["ink"], va="center")  # fmt: skip
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=150, facecolor="white")

@@ -85,8 +85,8 @@ class Estimate:
 class SeedRun:
     """One arm with one seed.
 
-    `changes` are counted from the base, if `from_base`, or from where the run began. `evals` and `rows` are the curves of
-    the evaluations and of the updates, float64 (n,), NaN where null; both hold "step".
+    `changes` are counted from the base, if `from_base`, or from where the run began. `evals` and `rows` are the curves
+    of the evaluations and of the updates, float64 (n,), NaN where null; both hold "step".
     """
 
     seed: int
@@ -174,17 +174,21 @@ class Study:
     def groups(self, *groups: str) -> tuple[Arm, ...]:
         return tuple(arm for arm in self.arms if arm.group in groups)
 
+    @property
+    def compared(self) -> tuple[Arm, ...]:
+        """Who is set side by side: main arms and controls, or, in a study without any, all arms."""
+        return self.groups("main", "control") or self.arms
+
     # The parts that arms play, found by what they set, so that a study may name them as it likes.
 
     @property
     def reference(self) -> Arm | None:
-        """Plain DDRL: reduced data loss, real data, all of it, from the base."""
+        """Plain DDRL of the main comparison: reduced data loss, real data, all of it, from the base, least set."""
         plain = [
-            a for a in self.arms
-            if a.method == "ddrl" and a.group != "sweep" and not _full(a) and not _synthetic(a)
-            and not a.after_sft and a.data_points is None
+            a for a in self.groups("main")
+            if a.method == "ddrl" and not (_full(a) or _synthetic(a) or a.after_sft or a.data_points)
         ]  # fmt: skip
-        return min(plain, key=lambda a: (a.group != "main", not a.done), default=None)
+        return min(plain, key=lambda a: len(a.settings), default=None)
 
     @property
     def baselines(self) -> tuple[Arm, ...]:
@@ -203,8 +207,8 @@ class Study:
 
     @property
     def with_kl(self) -> tuple[Arm, ...]:
-        """Arms, outside the sweep, that were trained with or at least measured a KL to the reference."""
-        return tuple(a for a in self.arms if a.group != "sweep" and (a.method == "flow_grpo" or _has_kl(a)))
+        """Arms, outside the sweep, whose runs measured a KL to the reference (with kl_beta 0 there is none)."""
+        return tuple(a for a in self.arms if a.group != "sweep" and _has_kl(a))
 
     def by_data(self) -> tuple[tuple[Arm, ...], tuple[Arm, ...]]:
         """Arms that are the reference but for the amount of data, fewest first: without SFT before, and with it."""
@@ -437,7 +441,7 @@ def matched_difference(study: Study, a: Arm, b: Arm, name: str) -> tuple[float, 
 
     None where no level is common, or where one seed would leave no interval to judge by.
     """
-    for level in reversed(reward_levels(study, study.groups("main", "control"))):
+    for level in reversed(reward_levels(study, study.compared)):
         left, right = (matched_values(study, arm, name, level) for arm in (a, b))
         seeds = {run.seed for arm in (a, b) for run in arm.done}
         if seeds and seeds == left.keys() == right.keys():
