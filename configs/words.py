@@ -15,7 +15,7 @@ from ddrl_jax.config import default
 def get_config():
     config = default()
     config.data.name, config.data.frames, config.data.size = "words", 1, 32  # rows; three times as many columns
-    config.codec.factor, config.codec.mean, config.codec.std = 4, 0.623, 0.539  # of the pixels of training clips
+    config.codec.factor, config.codec.mean, config.codec.std = 4, 0.638, 0.522  # of the pixels of training clips
     config.text.length = 6
     config.model.width, config.model.context_dim, config.model.adaln_rank = 96, 96, 24
 

@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 
 from ddrl_jax import rewards, state
 from ddrl_jax.config import PROCESS_FIELDS, RATIO_OBJECTIVES, ConfigError
-from ddrl_jax.data import digits
+from ddrl_jax.data import digits, source
 from ddrl_jax.diffusion.guidance import Denoiser, guided
 from ddrl_jax.diffusion.process import DanceSDE, EDMChurn, FlowCPS, FlowSDE
 from ddrl_jax.logbook import Logbook
@@ -109,8 +109,10 @@ def build(config: ConfigDict) -> Setup:
                 f"config.{field}={config[section][name]}: must be a multiple of the mesh's replica * fsdp = {shards}"
             )
     codec = Unshuffle(config.codec.factor, config.codec.mean, config.codec.std)
-    side = config.data.size // config.codec.factor
-    table = WordTable(digits.VOCABULARY, dim=config.text.dim, length=config.text.length)
+    data = data_set(config)
+    channels, frames, height, width = data.video_shape
+    factor = config.codec.factor
+    table = WordTable(data.vocabulary, dim=config.text.dim, length=config.text.length)
     return Setup(
         mesh=mesh,
         codec=codec,
@@ -118,10 +120,19 @@ def build(config: ConfigDict) -> Setup:
         denoise=_denoiser(config, config.process.name),
         process=build_process(config),
         objective=build_objective(config),
-        latent_shape=(config.codec.factor**2, config.data.frames, side, side),
+        latent_shape=(channels * factor**2, frames, height // factor, width // factor),
         rollout_guidance=config.rollout.guidance,
         train_guidance=config.train.guidance,
     )
+
+
+def data_set(config: ConfigDict) -> source.DataSet:
+    """What data.name stands for."""
+    fields = {f: config.data[f] for f in ("name", "frames", "size", "path", "limit")}
+    try:
+        return source.data_set(**fields, seed=config.seed)
+    except ValueError as error:
+        raise ConfigError(f"config.{error}") from error
 
 
 def evaluation(config: ConfigDict, setup: Setup) -> tuple[Denoiser, AnyProcess]:
@@ -308,8 +319,8 @@ def open_rewards(config: ConfigDict, workdir: Path, book: Logbook) -> Iterator[r
                 token = os.environ.get(reward.token_env, "")
                 client = rewards.RewardClient(reward.url, token, reward.weights.to_dict(), **options)
             stack.callback(client.close)
-            client.ping()
-            _try_rewards(config, client)
+            client.with_judges().ping()
+            _try_rewards(config, client.with_judges())
             book.say(f"rewards: the sidecar at {client.url} answers")
             yield client
     except rewards.ConfigurationFault as error:
@@ -319,8 +330,7 @@ def open_rewards(config: ConfigDict, workdir: Path, book: Logbook) -> Iterator[r
 def _try_rewards(config: ConfigDict, client: rewards.RewardClient) -> None:
     """One real clip's latent through the scorers, before anything is trained: weights that name no score, and scorers
     that fail on our clips, are found now. Raises ConfigurationFault."""
-    shape = {"frames": config.data.frames, "size": config.data.size}
-    clip = digits.DigitClips("train", **shape, seed=config.eval.seed).batch([0])
+    clip = data_set(config).heldout_clips(1)
     codec = Unshuffle(config.codec.factor, config.codec.mean, config.codec.std)
     scores = client.submit(codec.encode(clip["video"]), clip["caption"]).result()
     if not scores.valid.all():

@@ -284,7 +284,7 @@ def validate(config: ConfigDict) -> None:
         f"must be a multiple of train.micro_batch={config.train.micro_batch}, or smaller",
     )
 
-    _require(config.data.name == "digits", "data.name", config.data.name, "must be 'digits'")
+    _require(config.data.name in ("digits", "words"), "data.name", config.data.name, "must be digits or words")
     _require(config.codec.name == "unshuffle", "codec.name", config.codec.name, "must be 'unshuffle'")
     _require(config.codec.std > 0, "codec.std", config.codec.std, "must be above 0")
     _require(

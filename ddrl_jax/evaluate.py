@@ -22,22 +22,25 @@ from ml_collections import ConfigDict
 from ddrl_jax import build, rewards
 from ddrl_jax.checkpoint.manager import Checkpoints, UnreadableError
 from ddrl_jax.config import ConfigError, check_same_run
-from ddrl_jax.data import digits, pipeline
 from ddrl_jax.data.image_statistics import image_statistics
 from ddrl_jax.diffusion.guidance import guided
 from ddrl_jax.diffusion.loss import diffusion_loss
 from ddrl_jax.diffusion.sampler import sample
 from ddrl_jax.logbook import Logbook, read_metrics, write_text
-from ddrl_jax.models.digit_judge import Judge, fit_judge, frechet_distance
+from ddrl_jax.models.digit_judge import frechet_distance
 from ddrl_jax.monitor import read_signals
+from ddrl_jax.rewards.mixing import scorer_of
 
-JUDGE_CLIPS = 20_000  # rendered from the judge's own scans
 HELDOUT_DRAWS = 4  # noise levels a held-out clip
 SHOWN = 64  # clips kept on disk for the report
 LABELS = {
     "reward": "Reward",
     "judge_digit": "Judge reads the digit",
     "judge_direction": "Judge reads the motion",
+    "ocr/text": "OCR reads the letters",
+    "ocr/confidence": "OCR's confidence",
+    "judge/ocr_judge/text": "Judge's OCR reads the letters",
+    "judge/ocr_judge/exact": "Judge's OCR reads the word",
     "frechet": "Fréchet distance to real clips",
     "heldout_loss": "Held-out diffusion loss (relative)",
 }
@@ -49,41 +52,24 @@ class Evaluator:
     def __init__(
         self, config: ConfigDict, setup: build.Setup, client: rewards.RewardClient, workdir: Path, book: Logbook
     ) -> None:
-        self.config, self.setup, self.client, self.book = config, setup, client, book
+        self.config, self.setup, self.client, self.book = config, setup, client.with_judges(), book
         self.folder = workdir / "eval"
         self._key = jax.random.key(config.eval.seed)
         self._denoise, self._process = build.evaluation(config, setup)
-        count, shape = config.eval.clips, {"frames": config.data.frames, "size": config.data.size}
-        self._prompts = pipeline.evaluation_prompts(count)
-        self._judge = self._fitted_judge(workdir / "judge.npz", shape)
-        real = pipeline.heldout_clips(count, **shape)
-        judged = self._judge(real["video"])
-        self._real_features = judged["features"]
-        accuracy = float(np.mean(judged["digit_prob"].argmax(1) == real["digit"]))
-        book.say(f"judge: reads {accuracy:.1%} of the digits of {count} real held-out clips")
+        count, data = config.eval.clips, build.data_set(config)
+        self._prompts = data.evaluation_prompts(count)
+        with book.working("judge: made of clips of its own"):
+            seed, steps = config.eval.seed, config.eval.judge_steps
+            self._judge = data.judge(workdir / "judge.npz", seed=seed, steps=steps, say=book.say)
+        real = data.heldout_clips(count)
+        values, self._real_features = self._judge(real["video"], real)
+        for name, value in values.items():
+            book.say(f"{name}: {value.mean():.1%} of {count} real held-out clips")
 
-        heldout = pipeline.heldout_clips(config.eval.heldout_clips, **shape)
+        heldout = data.heldout_clips(config.eval.heldout_clips)
         self._heldout_x0 = setup.codec.encode(heldout["video"])
         self._heldout_context = setup.context(heldout["caption"])
         self._sample, self._loss = jax.jit(self._sample_chunk), jax.jit(self._loss_chunk)
-
-    def _fitted_judge(self, path: Path, shape: dict[str, int]) -> Judge:
-        if path.exists():
-            try:
-                return Judge.load(path)
-            except ValueError:
-                self.book.say(f"judge: {path.name} is damaged and is fitted again")
-        with self.book.working("judge: fitting on its own scans"):
-            clips = digits.DigitClips("judge", **shape, seed=self.config.eval.seed).batch(np.arange(JUDGE_CLIPS))
-            judge = fit_judge(
-                clips["video"],
-                clips["digit"],
-                clips["direction"],
-                seed=self.config.eval.seed,
-                steps=self.config.eval.judge_steps,
-            )
-            judge.save(path)  # waits for the fit, so that the time said is the fit's
-        return judge
 
     # ---------------------------------------------------------------------------------------- jitted
 
@@ -176,8 +162,7 @@ class Evaluator:
             self._heldout_x0,
             self._heldout_context,
         )
-        judged = self._judge(videos)
-        digit, direction = self._prompts["digit"][:count], self._prompts["direction"][:count]
+        judged, features = self._judge(videos, {name: column[:count] for name, column in self._prompts.items()})
         results = [t.result() for t in tickets]
         scores = {
             name: np.concatenate([r.scores.get(name, np.full(len(r.valid), np.nan, np.float32)) for r in results])
@@ -185,11 +170,12 @@ class Evaluator:
         }
         totals = [build.total_reward(r, self.config) for r in results]
         reward = np.where(np.concatenate([v for _, v in totals]), np.concatenate([r for r, _ in totals]), np.nan)
+        weights = self.config.reward.weights.to_dict()
+        judges = set(map(scorer_of, weights)) - {scorer_of(n) for n, w in weights.items() if w}
         values = {
             "reward": reward,
-            **scores,
-            "judge_digit": np.where(finite, judged["digit_prob"].argmax(1) == digit, np.nan),
-            "judge_direction": np.where(finite, judged["direction_prob"].argmax(1) == direction, np.nan),
+            **{f"judge/{n}" if scorer_of(n) in judges else n: v for n, v in scores.items()},
+            **{name: np.where(finite, v, np.nan) for name, v in judged.items()},
         }
         looks = image_statistics(videos)
         if not finite.all():
@@ -197,7 +183,7 @@ class Evaluator:
         metrics = {name: _mean(v) for name, v in values.items()} | {"heldout_loss": _mean(heldout)}
         metrics |= {f"image/{name}": _mean(np.where(finite, v, np.nan)) for name, v in looks.items()}
         if full:
-            features = np.where(finite[:, None], judged["features"], np.nan)
+            features = np.where(finite[:, None], features, np.nan)
             metrics["frechet"] = _frechet(features, self._real_features)
             self._write(step, captions, values, metrics, heldout, features, videos)
             # The curve is one of the same clips all along: a jump at its ends would look like a change.
@@ -207,7 +193,7 @@ class Evaluator:
         reasons = {r.reason for r in results if r.reason}
         if reasons:
             self.book.say(f"evaluation at {step}: {int(np.isnan(reward).sum())} rewards invalid: {'; '.join(reasons)}")
-        shown = ("reward", "judge_digit", "judge_direction", "frechet", "heldout_loss")
+        shown = ("reward", *(n for n in values if n.startswith("judge")), "frechet", "heldout_loss")
         self.book.say(f"evaluation at {step}: " + "  ".join(f"{n} {metrics[n]:.4g}" for n in shown if n in metrics))
         return metrics | curve if full else metrics
 
@@ -354,7 +340,7 @@ def summarise(config: ConfigDict, workdir: Path, *, config_file: str, arguments:
     signals = read_signals(lines, config.monitor, config.reward.weights.to_dict()) if len(folders) > 1 else []
     device = jax.devices()[0]
     summary = {
-        "title": f"{config.objective.name} on moving digits",
+        "title": f"{config.objective.name} on {build.data_set(config).title}",
         "config_file": config_file,
         "command": shlex.join(["python", "-m", "ddrl_jax.main", *again]),
         "run": {

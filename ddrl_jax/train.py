@@ -31,7 +31,7 @@ from ml_collections import ConfigDict
 from ddrl_jax import build, monitor, rewards, state
 from ddrl_jax.checkpoint.manager import Checkpoints, UnreadableError
 from ddrl_jax.config import ConfigError, check_same_run, to_json
-from ddrl_jax.data import digits, pipeline
+from ddrl_jax.data import pipeline
 from ddrl_jax.diffusion.sampler import Trajectory
 from ddrl_jax.gradients import data_gradient, replay_gap
 from ddrl_jax.logbook import Logbook, read_metrics, write_text
@@ -506,26 +506,10 @@ def _trained(s: state.TrainState) -> Any:
 
 def clip_dataset(config: ConfigDict, batch_size: int) -> Any:
     """Batch n of captioned training clips, this process's rows; a pure function of (seed, n)."""
-    source: pipeline.ClipSource
-    if config.data.path:
-        try:
-            source = digits.load_clips(config.data.path, field="config.data.path")
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        shape, right = source.video.shape[1:], (config.data.frames, config.data.size, config.data.size, 1)
-        unknown = sorted(set(source.vocabulary) - set(digits.VOCABULARY))
-        if shape != right or unknown:
-            wrong = f"words {unknown[:3]} are not in the word table" if unknown else f"clips are (T,H,W,C) {shape}"
-            raise ConfigError(
-                f"config.data.path={config.data.path!r}: {wrong}; captions and shape must be those of "
-                f"data.frames and data.size, {right}"
-            )
-    else:
-        source = digits.DigitClips("train", frames=config.data.frames, size=config.data.size, seed=config.seed)
     try:
-        source = pipeline.limited(source, config.data.limit)
+        source = build.data_set(config).training()
     except ValueError as error:
-        raise ConfigError(f"config.{error}") from error
+        raise error if isinstance(error, ConfigError) else ConfigError(f"config.{error}") from error
     return pipeline.clip_batches(source, batch_size, config.seed, jax.process_index(), jax.process_count())
 
 

@@ -20,7 +20,7 @@ def test_a_batch_is_captioned_pictures_in_range():
     light = video.reshape(64, -1).max(1)
     dark = video.reshape(64, -1).min(1)
     assert (light >= 0.69).all() and (dark <= -0.45).all() and len(np.unique(light)) > 10
-    assert 0.55 < video.mean() < 0.69 and 0.49 < video.std() < 0.59  # what configs/words.py normalises with
+    assert 0.61 < video.mean() < 0.67 and 0.50 < video.std() < 0.55  # what configs/words.py normalises with
 
 
 def test_captions_name_letters_and_places():
@@ -69,11 +69,11 @@ def test_renderings_of_one_word_differ_in_all_that_may_vary():
         u = middle.copy()
         u[i] = value
         assert not np.array_equal(words.render("cake", 32, u), plain), i
-    # Shifts move the ink's centre of mass: by .08 of 32 rows across, .03 of them down.
+    # Shifts move the ink's centre of mass: by .04 of 32 rows across, .03 of them down.
     ink = [255.0 - words.render("noon", 32, [0.5, 0.0, x, x, 0.0, 0.999]) for x in (0.0, 0.999)]
     across = [(i.sum(0) @ np.arange(96)) / i.sum() for i in ink]
     down = [(i.sum(1) @ np.arange(32)) / i.sum() for i in ink]
-    assert across[1] - across[0] == pytest.approx(2 * 0.08 * 32, abs=0.5)
+    assert across[1] - across[0] == pytest.approx(2 * 0.04 * 32, abs=0.5)
     assert down[1] - down[0] == pytest.approx(2 * 0.03 * 32, abs=0.5)
 
 

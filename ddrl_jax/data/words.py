@@ -61,8 +61,8 @@ MAX_WORDS = 2 + LETTERS
 _PROMPT_SEED = 91
 # How renderings vary. Lengths are fractions of the height; levels are of the range from black (0) to white (1).
 _FONTS = ("DejaVuSansMono.ttf", "DejaVuSansMono-Bold.ttf")
-_SIZES = (0.8125, 0.84375, 0.875, 0.90625)  # of the font: 26 to 29 pixels at 32 rows
-_SHIFT_X, _SHIFT_Y = 0.08, 0.03  # either way; the renderer moves letters by whole rows
+_SIZES = (0.8125, 0.84375)  # of the font: 26 and 27 pixels at 32 rows, where a letter takes 16 columns
+_SHIFT_X, _SHIFT_Y = 0.04, 0.03  # either way; the renderer moves letters by whole rows
 _INK, _PAPER = (0.0, 0.25), (0.85, 1.0)
 # The face's own measures, in ems: what a letter moves on, and how far below the middle of a line its letters stand.
 _ADVANCE, _BASELINE = 0.602, 0.275

@@ -6,6 +6,7 @@ scorer that the server does not have) is raised.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -86,7 +87,7 @@ class RewardClient:
     Args:
       url, token: the server's. A `Sidecar` knows its own: `sidecar.client(...)`.
       reward_fn: sub-score or scorer -> weight. Decides which scorers are asked, and which scores a sample needs
-        to be valid.
+        to be valid. One of weight 0 is a judge, asked by `with_judges` only.
       timeout_s: most seconds for one batch, all attempts together.
       retries: attempts after the first, for faults that may pass (no connection, 5xx, an unreadable answer).
       poll_s: seconds between two questions whether the scores are there.
@@ -135,6 +136,12 @@ class RewardClient:
         # A proxy from the environment is for the network, not for this machine.
         local = parts.hostname in ("127.0.0.1", "localhost", "::1")
         self._http = httpx.Client(trust_env=not local)
+
+    def with_judges(self) -> RewardClient:
+        """This client, which also asks the scorers of weight 0: no sample needs their scores to be valid."""
+        judging = copy.copy(self)
+        judging.scorers = tuple(dict.fromkeys((*self.scorers, *map(scorer_of, self.reward_fn))))
+        return judging
 
     @property
     def url(self) -> str:
