@@ -60,7 +60,7 @@ ARMS = {
 SWEEP = {
     f"sweep_{lr:g}_{kl:g}": (f"FlowGRPO {lr:g}, KL {kl:g}", "sweep",
                              FLOW | {"train.learning_rate": lr, "objective.kl_beta": kl},
-                             ((4e4 * lr, 3e4 * lr, -0.05), 0.01, 0.0, -0.01, 5e3 * lr / (1 + 5 * kl)))
+                             ((4e4 * lr, 3e4 * lr, -0.05), 0.01, 0.0, -0.05, 5e3 * lr / (1 + 5 * kl)))
     for lr in (1e-5, 3e-5, 5e-5) for kl in (0.0, 0.04, 0.4)
 }  # fmt: skip
 

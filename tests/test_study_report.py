@@ -54,6 +54,15 @@ def outcome(tmp_path, name, **changed):
     return found[name].outcome
 
 
+def slim(contents, *names):
+    """The same study with the reward, the held-out loss and `names` measured only: fewer charts to draw."""
+    for entry in contents["arms"]:
+        for run in entry["seeds"]:
+            kept = [c for c in run["changes_from_base"] if c["name"] in ("reward", "heldout_loss", *names)]
+            run["changes_from_base"] = run["summary"]["changes"] = kept
+    return contents
+
+
 def run_with(changes, seed=0, evals=None):
     """One seed of an arm with {name: (mean, low, high)}, and curves."""
     rows = [
@@ -392,6 +401,7 @@ class Page(HTMLParser):
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     contents = example.study(MAIN | {k: example.ARMS[k] for k in ("ddrl_full", "ddrl_64")})
+    slim(contents, "judge_digit", *example.SUBS)
     example.write(folder, contents)
     example.write_clips(folder, contents)
     page, markdown = write_study(folder)
@@ -418,7 +428,7 @@ def test_page_says_what_was_measured(whole):
 
 def test_markdown_links_pictures_that_are_there(whole):
     links = re.findall(r"!\[([^\]]*)\]\(([^)]*)\)", whole.markdown)
-    assert len(links) > 15
+    assert len(links) > 10
     for alt, link in links:
         assert len(alt) > 15, link
         assert (whole.folder / link).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -429,7 +439,7 @@ def test_markdown_links_pictures_that_are_there(whole):
 
 
 def test_page_is_the_same_when_written_again(tmp_path):
-    example.write(tmp_path, example.study({k: MAIN[k] for k in ("ddrl", "flow_grpo")}, seeds=(0,)))
+    example.write(tmp_path, slim(example.study({"flow_grpo": MAIN["flow_grpo"]}, seeds=(0,)), *example.SUBS))
     first = [p.read_bytes() for p in write_study(tmp_path)]
     pictures = {p.name: p.read_bytes() for p in (tmp_path / "figures").iterdir()}
     assert [p.read_bytes() for p in write_study(tmp_path)] == first
@@ -438,7 +448,7 @@ def test_page_is_the_same_when_written_again(tmp_path):
 
 def test_disagreement_is_prominent(tmp_path):
     contents = example.study({k: MAIN[k] for k in ("ddrl", "dance_grpo")}, dance_grpo=CLEAN_DANCE, seeds=(0, 1))
-    page, markdown = write_study(example.write(tmp_path, contents))
+    page, markdown = write_study(example.write(tmp_path, slim(contents)))
     first = markdown.read_text().split("\n## ")[1]
     assert first.startswith("Where this small study disagrees with the paper")
     assert "**Not reproduced**: The GRPO baselines hack" in first
@@ -447,7 +457,7 @@ def test_disagreement_is_prominent(tmp_path):
 
 
 def test_a_study_under_way_and_one_that_failed(tmp_path):
-    contents = example.study({k: MAIN[k] for k in ("ddrl", "dance_grpo", "flow_grpo", "sft")}, seeds=(0, 1))
+    contents = slim(example.study({k: MAIN[k] for k in ("ddrl", "dance_grpo", "flow_grpo", "sft")}, seeds=(0, 1)))
     ddrl, dance, flow, sft = contents["arms"]
     ddrl["seeds"][1] |= {"status": "failed", "error": "loss <b>was</b> nan", "summary": {}, "changes_from_base": []}
     dance["seeds"] = []
@@ -468,7 +478,7 @@ def test_a_study_under_way_and_one_that_failed(tmp_path):
 
 def test_a_sweep_alone(tmp_path):
     contents = example.study(example.SWEEP, seeds=(0,))
-    page, markdown = write_study(example.write(tmp_path, contents))
+    page, markdown = write_study(example.write(tmp_path, slim(contents)))
     first = markdown.read_text().split("\n## ")[0]
     assert "A sweep of 9 settings: 4 of 9 finished ones hacked their reward." in first
     # Held-out loss 5e3 * 5e-5 / (1 + 5 * .4) = 8 %; with KL .04 it is 21 %.
@@ -486,7 +496,7 @@ def test_next_to_nothing_still_makes_a_page(tmp_path, contents):
 
 
 def test_hostile_labels_stay_text(tmp_path):
-    contents = example.study({"ddrl": MAIN["ddrl"]}, seeds=(0,))
+    contents = slim(example.study({"ddrl": MAIN["ddrl"]}, seeds=(0,)))
     contents["arms"][0]["label"] = "\"'><script>alert(1)</script> $\\frac{$ | `x`"
     page, markdown = write_study(example.write(tmp_path, contents))
     assert "<script" not in page.read_text()

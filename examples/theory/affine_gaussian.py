@@ -73,9 +73,7 @@ def rest_point(
     edm = process.noises_first
     data_slopes = 1.0 / (1.0 + table**2) if edm else (1.0 - table) / ((1.0 - table) ** 2 + table**2)
     denoise = AffineDenoiser(tuple(table), tuple(data_slopes))
-    objective = Objective(
-        data_beta=1.0, clip_range=0.9, log_ratio=log_ratio, reward_transform="exp", adv_clip=None
-    )
+    objective = Objective(data_beta=1.0, clip_range=0.9, log_ratio=log_ratio, reward_transform="exp", adv_clip=None)
 
     # Data: x0 and noise, both N(0,1); four points make every quadratic of the two exact.
     root = math.sqrt(2.0)

@@ -68,9 +68,19 @@ class Problem:
         return data.reshape(shape).sum(axis=inner), tilted.reshape(shape).sum(axis=inner), z
 
 
-ONE_D = Problem(Mixture((0.6, 0.4), ((-1.0,), (1.0,)), (0.5, 0.4)), (0.2,), 0.6, num_steps=32, num_cells=64, num_updates=300, hidden=24)
+ONE_D = Problem(
+    Mixture((0.6, 0.4), ((-1.0,), (1.0,)), (0.5, 0.4)),
+    (0.2,),
+    0.6,
+    num_steps=32,
+    num_cells=64,
+    num_updates=300,
+    hidden=24,
+)
 TWO_D = Problem(
-    Mixture((0.2,) * 5, tuple((1.2 * np.cos(a), 1.2 * np.sin(a)) for a in 0.3 + 0.4 * np.pi * np.arange(5)), (0.35,) * 5),
+    Mixture(
+        (0.2,) * 5, tuple((1.2 * np.cos(a), 1.2 * np.sin(a)) for a in 0.3 + 0.4 * np.pi * np.arange(5)), (0.35,) * 5
+    ),
     (0.8, 0.2),
     0.6,
     num_steps=32,
@@ -142,7 +152,9 @@ def distances(x_BD: np.ndarray, target: np.ndarray, edges: np.ndarray) -> tuple[
     kl = float((target[live] * np.log(target[live] / found[live])).sum())
     middle = 0.5 * (edges[1:] + edges[:-1])
     centres = np.stack(np.meshgrid(*[middle] * x_BD.shape[1], indexing="ij"), axis=-1).reshape(-1, x_BD.shape[1])
-    directions = [np.ones(1)] if x_BD.shape[1] == 1 else [np.array([np.cos(a), np.sin(a)]) for a in np.pi / 4 * np.arange(4)]
+    directions = (
+        [np.ones(1)] if x_BD.shape[1] == 1 else [np.array([np.cos(a), np.sin(a)]) for a in np.pi / 4 * np.arange(4)]
+    )
     gaps = []
     grid = np.linspace(-4.0, 4.0, 1601)
     for direction in directions:
@@ -177,12 +189,16 @@ def main() -> None:
 
     print("problem          KL(p*||data)   KL(p*||samples)   W1(p*,data)   W1(p*,samples)")
 
-    def report(name: str, problem: Problem, data: np.ndarray, target: np.ndarray, x: np.ndarray, kl_limit: float) -> None:
+    def report(
+        name: str, problem: Problem, data: np.ndarray, target: np.ndarray, x: np.ndarray, kl_limit: float
+    ) -> None:
         kl, w1 = distances(x, target, problem.edges())
         before = np.asarray(problem.data.draw(jax.random.key(3), NUM_SAMPLES))
         kl_before, w1_before = distances(before, target, problem.edges())
         print(f"{name:15s}{kl_before:13.4f}{kl:18.4f}{w1_before:14.3f}{w1:17.3f}")
-        claims.check(kl < kl_limit and kl < 0.1 * kl_before, f"{name}: KL to Eq. 10 under {kl_limit}, a tenth of the data's")
+        claims.check(
+            kl < kl_limit and kl < 0.1 * kl_before, f"{name}: KL to Eq. 10 under {kl_limit}, a tenth of the data's"
+        )
         claims.check(w1 < 0.04 and w1 < 0.25 * w1_before, f"{name}: Wasserstein-1 under 0.04, a quarter of the data's")
 
     denoise, train = trainer(ONE_D)
@@ -195,7 +211,9 @@ def main() -> None:
         left.plot(centre, target / width, color=color, label=f"Eq. 10, beta {beta:g}")
         left.plot(centre, np.histogram(x[:, 0], edges)[0] / len(x) / width, mark, ms=3.5, color=color)
     left.plot(centre, data / width, color=INK, ls=":", label="data")
-    left.set(title="1-D: trained (marks) and Eq. 10 (lines)", xlabel="x", ylabel="density", xlim=(-2.8, 2.8), ylim=(0, 1.35))
+    left.set(
+        title="1-D: trained (marks) and Eq. 10 (lines)", xlabel="x", ylabel="density", xlim=(-2.8, 2.8), ylim=(0, 1.35)
+    )
     left.legend(loc="upper left")
 
     denoise, train = trainer(TWO_D)
@@ -208,8 +226,21 @@ def main() -> None:
     inside = np.sort(target.reshape(-1))[::-1]
     levels = [inside[np.searchsorted(np.cumsum(inside), q)] for q in (0.95, 0.8, 0.5)]
     middle.contour(centre, centre, target.T, levels=levels, colors=ORANGE, linewidths=1.4)
-    middle.contour(centre, centre, data.T, levels=[np.sort(data.reshape(-1))[::-1][np.searchsorted(np.cumsum(np.sort(data.reshape(-1))[::-1]), 0.8)]], colors=INK, linewidths=0.9, linestyles=":")
-    middle.set(title="2-D: samples, Eq. 10 (50, 80, 95 %),\ndata (dotted, 80 %)", xlim=(-2.6, 2.6), ylim=(-2.6, 2.6), aspect="equal")
+    middle.contour(
+        centre,
+        centre,
+        data.T,
+        levels=[np.sort(data.reshape(-1))[::-1][np.searchsorted(np.cumsum(np.sort(data.reshape(-1))[::-1]), 0.8)]],
+        colors=INK,
+        linewidths=0.9,
+        linestyles=":",
+    )
+    middle.set(
+        title="2-D: samples, Eq. 10 (50, 80, 95 %),\ndata (dotted, 80 %)",
+        xlim=(-2.6, 2.6),
+        ylim=(-2.6, 2.6),
+        aspect="equal",
+    )
 
     print("\nOne Gaussian, 20 steps, target mean 0.800, std 1: where the expected gradient is zero")
     rests = []
@@ -231,7 +262,12 @@ def main() -> None:
     for mean, at in zip(rests, y, strict=True):
         right.annotate(f"{mean:.2f}", (mean, at), (0, 7), textcoords="offset points", ha="center", fontsize=9)
     right.set_yticks(y, [name for name, *_ in SURROGATES], fontsize=9)
-    right.set(title="Mean reached; Eq. 10 says 0.80", xlabel="mean of the samples", xlim=(-0.03, 0.95), ylim=(y[-1] - 0.5, 0.7))
+    right.set(
+        title="Mean reached; Eq. 10 says 0.80",
+        xlabel="mean of the samples",
+        xlim=(-0.03, 0.95),
+        ylim=(y[-1] - 0.5, 0.7),
+    )
 
     save(figure, args.out, "theory_1.svg")
     claims.finish()

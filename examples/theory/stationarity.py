@@ -169,7 +169,9 @@ def main() -> None:
     left.set(title="At p*, half way down the levels", xlabel="place of the bump", ylabel="pull on the denoiser (1e-3)")
     left.legend()
     middle.plot(along, norms, "-o", color=BLUE, ms=4)
-    middle.set(title="Along p_data exp(s r/β)/Z, 50 steps", xlabel="s (1 is Eq. 10)", ylabel="size of expected gradient")
+    middle.set(
+        title="Along p_data exp(s r/β)/Z, 50 steps", xlabel="s (1 is Eq. 10)", ylabel="size of expected gradient"
+    )
     middle.set_ylim(bottom=0.0)
     right.loglog(counts, relative, "-o", color=TEAL, ms=4, label="at p*")
     right.loglog(counts, [relative[0] * counts[0] / n for n in counts], ":", color=INK, label="1/steps")
