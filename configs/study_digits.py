@@ -48,14 +48,18 @@ def arms():
         "ddrl_exact": arm(
             "DDRL, exact objective (Eq. 8)",
             "ablation",
-            objective={"reward_transform": "exp"},
-            advantage={"kind": "partition", "beta": 1.0},
+            objective={"reward_transform": "exp", "adv_clip": float("inf")},
+            advantage={"kind": "partition", "beta": 2.0},
         ),
         "ddrl_synthetic": arm("DDRL, synthetic data", "ablation", data={"path": "{synthetic}"}),
         "best_of": arm("DDRL, best and worst two", "ablation", advantage={"best_of": 4}),
         # Other ways to sample and to choose the steps.
         "flow_cps": arm(
-            "FlowGRPO, Flow-CPS", "ablation", **FLOW_GRPO, process={"name": "flow_cps"}, train={"learning_rate": 1e-4}
+            "FlowGRPO, Flow-CPS",
+            "ablation",
+            **FLOW_GRPO | {"objective": {"name": "flow_grpo", "kl_beta": 0.0, "log_ratio": "mean_square"}},
+            process={"name": "flow_cps"},
+            train={"learning_rate": 1e-4},
         ),
         "mix_grpo": arm(
             "MixGRPO",

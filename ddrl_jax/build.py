@@ -298,7 +298,8 @@ def open_rewards(config: ConfigDict, workdir: Path, book: Logbook) -> Iterator[r
     Raises `ConfigError` for what the user has to change: no environment, no torch in it, port taken, wrong token.
     """
     reward = config.reward
-    options = {"timeout_s": reward.timeout_s, "retries": reward.retries, "fps": reward.fps}
+    options: dict[str, Any] = {"timeout_s": reward.timeout_s, "retries": reward.retries, "fps": reward.fps}
+    options["gates"] = tuple(reward.gates)
     try:
         with contextlib.ExitStack() as stack:
             if reward.launch:

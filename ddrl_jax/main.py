@@ -2,8 +2,8 @@
 
 --mode=train (the default) pre-trains, runs DDRL (or the method of objective.name) and writes the report, resuming what
 the workdir holds; --mode=eval evaluates its newest checkpoint; --mode=prepare writes synthetic clips of the base model;
---mode=study trains the arms of a study, side by side, and writes its page. Every field of the config, listed in ddrl_jax/config.py, can be set with
---config.field=value.
+--mode=study trains the arms of a study, side by side, and writes its page. Every field of the config, listed in
+ddrl_jax/config.py, can be set with --config.field=value.
 
 Exit status: 0 done (or stopped by SIGTERM or Ctrl-C, state saved), 1 the run stopped itself, 2 bad input.
 """

@@ -144,7 +144,8 @@ class Update:
             candidates = build.trainable_steps(self.config)
             count = max(1, round(ro.random_fraction * len(candidates)))
             return random_steps(jax.random.fold_in(key, STEPS), candidates, count), None
-        record_K = window_steps(step, ro.num_steps, window=ro.window, every=ro.window_every)
+        movable = int((self.setup.process.step_stds(ro.num_steps) > 0).sum())  # a still last step is never in it
+        record_K = window_steps(step, movable, window=ro.window, every=ro.window_every)
         return record_K, jnp.zeros(ro.num_steps, bool).at[record_K].set(True)
 
     # --------------------------------------------------------------------------------------------- data

@@ -286,6 +286,11 @@ HACKED_DDRL = (SUBS, DIGIT, DIRECTION, FRECHET, 0.4)
         ("no_sft", dict.fromkeys(("sft_ddrl", "sft_ddrl_64", "sft_ddrl_512")), "not measured"),
         ("reduced", {"ddrl_full": ((1.5, 0.9, 0.3), DIGIT, DIRECTION, FRECHET, LOSS)}, "not reproduced"),
         ("reduced", {"ddrl_full": (SUBS, DIGIT, DIRECTION, FRECHET, -0.05)}, "not reproduced"),
+        (
+            "synthetic",
+            {"ddrl": ((0.0, 0.0, 0.0), 0, 0, 0, 0), "ddrl_synthetic": ((0.0, 0.0, 0.0), 0, 0, 0, 0)},
+            "unclear",
+        ),
         ("synthetic", {"ddrl_synthetic": ((0.2, 0.1, 0.1), DIGIT, DIRECTION, FRECHET, LOSS)}, "not reproduced"),
         ("synthetic", {"ddrl_synthetic": ((0.9, 0.8, 0.3), DIGIT, DIRECTION, FRECHET, LOSS)}, "reproduced"),
     ],

@@ -1,4 +1,4 @@
-"""examples/theory: the formulas they stand on, against numbers from elsewhere; then each script with all of its claims."""
+"""examples/theory: the formulas they stand on, against numbers from elsewhere; then each script with all its claims."""
 
 from __future__ import annotations
 

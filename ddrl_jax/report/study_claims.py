@@ -209,7 +209,7 @@ def _beside(study: Study, reference: Arm, arm: Arm) -> list[str]:
     if ours is None or theirs is None:
         return []
     text = f"{arm.label}: reward {say(study.measure('reward'), theirs)} after the same updates"
-    if ours.mean > 0:
+    if ours.above(0.0) and theirs.above(0.0):
         text += f", {theirs.mean / ours.mean:.1f} times {reference.label}’s"
     if loss:
         text += f", with the held-out loss {say(loss, estimate(arm, 'heldout_loss'))}"
@@ -496,7 +496,8 @@ def _as_good(study: Study, arm: Arm, other: Arm) -> tuple[str, str]:
     )  # fmt: skip
     if gain is None or reward is None:
         return "", ""
-    parts = [_holds(reward.low, reward.high, MARGIN * max(gain.mean, 0.0))]
+    # Without a gain there is nothing to be as good as.
+    parts = [_holds(reward.low, reward.high, MARGIN * gain.mean) if gain.above(0.0) else "unclear"]
     text = f"reward {say(study.measure('reward'), reward)}"
     if loss is not None:
         flipped = (None if loss.high is None else -loss.high, None if loss.low is None else -loss.low)

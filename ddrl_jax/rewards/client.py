@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -25,7 +25,7 @@ from ddrl_jax.sidecar import protocol
 from ddrl_jax.sidecar.protocol import one_line
 
 from .environment import ConfigurationFault
-from .mixing import scorer_of, weighted_names
+from .mixing import resolve_name, scorer_of, weighted_names
 
 if TYPE_CHECKING:
     from .sidecar import Sidecar
@@ -88,6 +88,7 @@ class RewardClient:
       url, token: the server's. A `Sidecar` knows its own: `sidecar.client(...)`.
       reward_fn: sub-score or scorer -> weight. Decides which scorers are asked, and which scores a sample needs
         to be valid. One of weight 0 is a judge, asked by `with_judges` only.
+      gates: sub-scores or scorers that are asked for, and needed, beside the weighted ones.
       timeout_s: most seconds for one batch, all attempts together.
       retries: attempts after the first, for faults that may pass (no connection, 5xx, an unreadable answer).
       poll_s: seconds between two questions whether the scores are there.
@@ -106,6 +107,7 @@ class RewardClient:
         token: str,
         reward_fn: Mapping[str, float],
         *,
+        gates: Iterable[str] = (),
         timeout_s: float = 120.0,
         retries: int = 3,
         poll_s: float = 0.02,
@@ -130,7 +132,9 @@ class RewardClient:
         self._url, self._token, self._sidecar = url.rstrip("/"), token, sidecar
         self.reward_fn = dict(reward_fn)
         # The server is asked for scorers; which sub-scores count, and with what sign, is the trainer's business.
-        self.scorers = tuple(dict.fromkeys(scorer_of(n) for n, w in reward_fn.items() if w))
+        self.gates = tuple(gates)
+        weighted = [n for n, w in reward_fn.items() if w]
+        self.scorers = tuple(dict.fromkeys(map(scorer_of, (*weighted, *self.gates))))
         self.timeout_s, self.retries, self.poll_s = timeout_s, retries, poll_s
         self.fps, self.media_type, self.wire = fps, media_type, wire
         # A proxy from the environment is for the network, not for this machine.
@@ -234,7 +238,7 @@ class RewardClient:
                 return self._masked(count, reason, began, attempt)
             time.sleep(max(0.0, min(0.1 * 2**attempt, 2.0, deadline - time.monotonic())))
         try:
-            needed = list(weighted_names(self.reward_fn, columns))
+            needed = [*weighted_names(self.reward_fn, columns), *(resolve_name(n, columns) for n in self.gates)]
         except KeyError as error:
             return self._masked(count, f"the server's scores lack one: {error.args[0]}", began, attempt)
         for column in columns.values():

@@ -7,8 +7,8 @@ dimensions * (coefficient of x0 in the mean)^2 / (2 std^2), and data_beta 1. `lo
 terms over the same K steps, so both are the theorem's sums divided by K.
 
 Left and middle of the figure: a 1-D mixture (three beta) and a 2-D one, 32 steps each, a small network on the
-data's exact denoiser trained with `sample` and `loss_fn`, KL and Wasserstein-1 to Eq. 10 by 200,000 samples. Right: what
-happens when a condition is dropped, exactly, for a Gaussian (`affine_gaussian.py`). About 90 s on one core.
+data's exact denoiser trained with `sample` and `loss_fn`, KL and Wasserstein-1 to Eq. 10 by 200,000 samples.
+Right: a condition dropped, exactly, for a Gaussian (`affine_gaussian.py`). About 100 s on one core.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Mixture:
         return float(w @ (s**2) + (w @ (m - mean) ** 2).mean())
 
     def tilted(self, slope: tuple[float, ...]) -> Mixture:
-        """The mixture p(x) exp(slope . x)/Z: means move by s_k^2 slope, weights by exp(slope . m_k + s_k^2 slope^2/2)."""
+        """p(x) exp(slope . x)/Z: means move by s_k^2 slope, weights by exp(slope . m_k + s_k^2 slope^2/2)."""
         w, m, s, a = (np.array(v, np.float64) for v in (self.weights, self.means, self.stds, slope))
         log_w = np.log(w) + m @ a + 0.5 * s**2 * (a @ a)
         w = np.exp(log_w - log_w.max())

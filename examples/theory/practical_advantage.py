@@ -1,8 +1,8 @@
 """What DDRL's practical advantage converges to: a distribution with an atom, unless data_beta is large.
 
 With the group-normalised advantage A = (r - E_p r)/std_p r in place of lambda((r - Z)/beta), the flow of densities is
-dp/dt = (A - data_beta) p + data_beta p_data (Fisher-Rao gradient of E_p[A] - data_beta KL(p_data || p), A held fixed and
-renewed), whose rest point is
+dp/dt = (A - data_beta) p + data_beta p_data: the Fisher-Rao gradient of E_p[A] - data_beta KL(p_data || p), A held
+fixed and renewed. Its rest point is
 
     p = data_beta p_data / (c - A),  c = data_beta,
 

@@ -9,6 +9,7 @@ Knows nothing of rewards. Dims: B batch, D dimensions, H hidden.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ class ResidualDenoiser:
         """Parameters in float32; the last layer is zero."""
         sizes = [self.data.dims + 3, self.hidden, self.hidden, self.data.dims]
         params = {}
-        for i, (n_in, n_out) in enumerate(zip(sizes, sizes[1:], strict=False)):
+        for i, (n_in, n_out) in enumerate(itertools.pairwise(sizes)):
             scale = 0.0 if i == 2 else (1.5 if i == 0 else 1.0) / n_in**0.5
             params[f"w{i}"] = scale * jax.random.normal(jax.random.fold_in(key, i), (n_in, n_out))
             params[f"b{i}"] = jnp.zeros(n_out)

@@ -1,12 +1,12 @@
 """Why a reverse KL does not hold a policy to the data: on-policy it looks calm while the forward KL explodes.
 
-Both KLs between paths are the same integrand, w(t) |D_theta - D_data|^2 with w = (coefficient of x0)^2/(2 std^2), summed
+Both KLs between paths have one integrand, w(t) |D_theta - D_data|^2 with w = (coefficient of x0)^2/(2 std^2), summed
 over steps. The reverse KL averages it over states that the *policy* visits, the forward KL (DDRL's data loss, less its
 constant) over noised *data*. What the policy no longer visits, the reverse KL no longer sees.
 
 Data: two modes of 1/2 each. The scorer prefers the right one and saturates. A small network on the data's
-exact denoiser is trained from the same start on the same advantages (group-normalised, identity), with the reverse KL to
-the exact reference (FlowGRPO's preset and its kl_beta 0.04), and with the data loss in its place. Both policies sample
+exact denoiser is trained from the same start on group-normalised advantages (identity), with the reverse KL to the
+exact reference (FlowGRPO's preset and its kl_beta 0.04), and with the data loss in its place. Both policies sample
 with FlowSDE(sqrt 2, shift 1), 32 steps, for which the two path KLs belong together. About 40 s on one core.
 """
 

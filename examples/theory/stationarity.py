@@ -16,6 +16,7 @@ handed to `loss_fn` as sample weights and advantages, one recorded step at a tim
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ NODE_WEIGHTS = NODE_WEIGHTS / NODE_WEIGHTS.sum()
 
 @dataclasses.dataclass(frozen=True)
 class BumpedDenoiser:
-    """params["policy"] is a Mixture's exact denoiser; `bumps` (8,) adds heights to it."""
+    """The policy's exact denoiser with bumps on it: the parameters are their heights (8,), all but always zero."""
 
     policy: Mixture
 
@@ -146,7 +147,7 @@ def main() -> None:
     for n, value in zip(counts, relative, strict=True):
         print(f"{n:4d} steps: |expected gradient at p*| = {value:.4f} of its reward part")
     claims.check(relative[-1] < 0.03, "at p* with 100 steps: under 3 % of the reward part is left")
-    ratios = [a / b for a, b in zip(relative, relative[1:], strict=False)]
+    ratios = [a / b for a, b in itertools.pairwise(relative)]
     claims.check(min(ratios) > 1.6, f"it falls with the steps: by {', '.join(f'{r:.2f}' for r in ratios)} a doubling")
 
     along = np.linspace(0.0, 2.0, 9)
