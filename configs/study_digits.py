@@ -17,10 +17,14 @@ SFT = {"name": "sft"}
 DANCE_GRPO = {"objective": {"name": "dance_grpo"}, "rollout": {"steps": "random"}}
 FLOW_GRPO = {"objective": {"name": "flow_grpo"}, "advantage": {"std": "batch"}}
 DANCE_SDE, FLOW_SDE = {"name": "dance_sde"}, {"name": "flow_sde"}
+DATA_BETA = 1.0
+DDRL = {"name": "ddrl", "data_beta": DATA_BETA}
+SLOW = {"learning_rate": 3e-5}
 
 
-def arm(label, group, **values):
-    return {"label": label, "group": group, "set": values}
+def arm(label, group, *, seeds=0, **values):
+    """An arm; `seeds`: of the study's only the first so many, 0 all."""
+    return {"label": label, "group": group, "set": values, "seeds": seeds}
 
 
 def after(name, **values):
@@ -30,56 +34,60 @@ def after(name, **values):
 
 def arms():
     return {
-        # The comparison: each method as its paper has it.
+        # The comparison: each method as its paper has it, under its own sampler, at one learning rate.
         "ddrl": arm("DDRL", "main"),
-        "dance_grpo": arm("DanceGRPO", "main", **DANCE_GRPO, process=DANCE_SDE, train={"learning_rate": 1e-4}),
-        "flow_grpo": arm("FlowGRPO", "main", **FLOW_GRPO, process=FLOW_SDE, train={"learning_rate": 1e-4}),
-        "nft": arm("DiffusionNFT", "main", objective={"name": "nft"}, train={"learning_rate": 1e-4}),
-        # What explains it: the data loss alone; a baseline that has not gone far; the baselines under DDRL's sampler.
+        "dance_grpo": arm("DanceGRPO", "main", **DANCE_GRPO, process=DANCE_SDE),
+        "flow_grpo": arm("FlowGRPO", "main", **FLOW_GRPO, process=FLOW_SDE),
+        "nft": arm("DiffusionNFT", "main", objective={"name": "nft"}),
+        # What explains it: the data loss alone, baselines that have not gone far, and samplers exchanged.
         "sft": arm("SFT (data loss only)", "control", objective=SFT),
-        "dance_grpo_slow": arm(
-            "DanceGRPO, low learning rate", "control", **DANCE_GRPO, process=DANCE_SDE, train={"learning_rate": 1e-5}
-        ),
-        "dance_grpo_edm": arm("DanceGRPO, DDRL's sampler", "control", **DANCE_GRPO, train={"learning_rate": 1e-4}),
-        "flow_grpo_edm": arm("FlowGRPO, DDRL's sampler", "control", **FLOW_GRPO, train={"learning_rate": 1e-4}),
-        "rft": arm("Best-of-n fine-tuning", "control", objective={"name": "rft"}),
-        # DDRL's own choices.
+        "dance_grpo_slow": arm("DanceGRPO, slow", "control", **DANCE_GRPO, process=DANCE_SDE, train=SLOW),
+        "flow_grpo_slow": arm("FlowGRPO, slow", "control", **FLOW_GRPO, process=FLOW_SDE, train=SLOW),
+        "dance_grpo_edm": arm("DanceGRPO, DDRL's sampler", "control", **DANCE_GRPO),
+        "flow_grpo_edm": arm("FlowGRPO, DDRL's sampler", "control", **FLOW_GRPO),
+        "ddrl_flow": arm("DDRL, FlowGRPO's sampler", "control", objective=DDRL, process=FLOW_SDE),
+        # DDRL's own choices: Table 3, Eq. 8, Table 4, SFT first.
         "ddrl_full": arm("DDRL, full data loss", "ablation", objective={"data_levels": "rollout"}),
+        "ddrl_synthetic": arm("DDRL, synthetic data", "ablation", data={"path": "{synthetic}"}),
+        "sft_ddrl": arm("SFT, then DDRL", "ablation", **after("sft")),
         "ddrl_exact": arm(
             "DDRL, exact objective (Eq. 8)",
             "ablation",
+            seeds=1,
             objective={"reward_transform": "exp", "adv_clip": float("inf")},
             advantage={"kind": "partition", "beta": 2.0},
         ),
-        "ddrl_synthetic": arm("DDRL, synthetic data", "ablation", data={"path": "{synthetic}"}),
-        "best_of": arm("DDRL, best and worst two", "ablation", advantage={"best_of": 4}),
-        # Other ways to sample and to choose the steps.
-        "flow_cps": arm(
-            "FlowGRPO, Flow-CPS",
-            "ablation",
-            **FLOW_GRPO | {"objective": {"name": "flow_grpo", "kl_beta": 0.0, "log_ratio": "mean_square"}},
-            process={"name": "flow_cps"},
-            train={"learning_rate": 1e-4},
-        ),
-        "mix_grpo": arm(
-            "MixGRPO",
-            "ablation",
-            objective={"name": "flow_grpo", "kl_beta": 0.0},
-            process=FLOW_SDE,
-            rollout={"steps": "window"},
-            train={"learning_rate": 1e-4},
-        ),
-        # With and without SFT first, against the number of clips (paper, Fig. 5).
-        "sft_ddrl": arm("SFT, then DDRL", "ablation", **after("sft")),
+        # Fig. 5: with and without SFT first, against the number of clips.
         **{
             name: entry
             for n in (50, 500)
             for name, entry in {
-                f"ddrl_{n}": arm(f"DDRL, {n} clips", "ablation", data={"limit": n}),
-                f"sft_{n}": arm(f"SFT, {n} clips", "ablation", objective=SFT, data={"limit": n}),
-                f"sft_ddrl_{n}": arm(f"SFT, then DDRL, {n} clips", "ablation", **after(f"sft_{n}"), data={"limit": n}),
+                f"ddrl_{n}": arm(f"DDRL, {n} clips", "ablation", seeds=1, data={"limit": n}),
+                f"sft_{n}": arm(f"SFT, {n} clips", "ablation", seeds=1, objective=SFT, data={"limit": n}),
+                f"sft_ddrl_{n}": arm(
+                    f"SFT, then DDRL, {n} clips", "ablation", seeds=1, **after(f"sft_{n}"), data={"limit": n}
+                ),
             }.items()
         },
+        # Other ways to sample, to choose steps and to choose rollouts.
+        "flow_cps": arm(
+            "Flow-CPS",
+            "ablation",
+            seeds=1,
+            objective={"name": "flow_grpo", "kl_beta": 0.0, "log_ratio": "mean_square"},
+            advantage={"std": "batch"},
+            process={"name": "flow_cps"},
+        ),
+        "mix_grpo": arm(
+            "MixGRPO",
+            "ablation",
+            seeds=1,
+            objective={"name": "flow_grpo", "kl_beta": 0.0},
+            process=FLOW_SDE,
+            rollout={"steps": "window"},
+        ),
+        "best_of": arm("DDRL, best and worst two", "ablation", seeds=1, advantage={"best_of": 4}),
+        "rft": arm("Best-of-n fine-tuning", "ablation", seeds=1, objective={"name": "rft"}),
     }
 
 
@@ -91,7 +99,7 @@ def get_config():
 
     config.rollout.conditions = 4
     config.rollout.num_steps, config.rollout.trained_steps = 10, (0, 2, 4, 6, 8)
-    config.objective.data_beta = 0.3
+    config.objective.data_beta = DATA_BETA
     config.train.steps = 100
     config.train.learning_rate = 1e-4
 

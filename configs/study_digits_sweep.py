@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 STUDY = runpy.run_path(str(Path(__file__).with_name("study_digits.py")))
 LEARNING_RATES = ("3e-5", "1e-4", "3e-4")  # as text: an arm's name has no dot
 KL_BETAS = ("0", "4e-1")  # beside FlowGRPO's own .04
-DATA_BETAS = ("1e-1", "1")  # of DDRL, beside .3
+DATA_BETAS = ("1e-1", "3e-1")  # of DDRL, beside 1
 
 
 def arms():

@@ -46,7 +46,7 @@ from ddrl_jax.diffusion.process import EDMChurn
 from ddrl_jax.logbook import Logbook, read_metrics, write_text
 from ddrl_jax.report.study import write_study
 
-ARM_FIELDS = ("label", "group", "set")
+ARM_FIELDS = ("label", "group", "set", "seeds")
 # What is the same in every arm, so that arms can be compared and one base and one sidecar serve them all.
 COMMON = (
     *("seed", "study", "prepare", "eval", "mesh", "codec", "text", "model", "data.name", "data.frames", "data.size"),
@@ -72,7 +72,8 @@ CHILD = (
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """An entry of config.study.arms. `values` is its `set`; `needs` names the arms that it starts from."""
+    """An entry of config.study.arms. `values` is its `set`; `needs` names the arms that it starts from; `seeds`: it takes
+    the first so many of the study's seeds, 0 all."""
 
     name: str
     label: str
@@ -80,6 +81,7 @@ class Arm:
     values: dict[str, Any]
     needs: tuple[str, ...]
     synthetic: bool
+    seeds: int = 0
 
     @property
     def flat(self) -> dict[str, Any]:
@@ -217,6 +219,9 @@ def read_arms(config: ConfigDict) -> list[Arm]:
         for field in ("label", "group"):
             if not isinstance(entry.get(field, ""), str):
                 raise ConfigError(f"{where}.{field}={entry[field]!r}: must be text")
+        count = entry.get("seeds", 0)
+        if type(count) is not int or count < 0:
+            raise ConfigError(f"{where}.seeds={count!r}: must be a number of the study's seeds, or 0 for all of them")
         needs: list[str] = []
         synthetic = False
         for field, value in _flat(values).items():
@@ -231,13 +236,19 @@ def read_arms(config: ConfigDict) -> list[Arm]:
                         "{synthetic} and {arm:NAME}, the folders of the base, its clips and another arm's run"
                     )
         arms.append(
-            Arm(name, entry.get("label") or name, entry.get("group") or "main", values, tuple(needs), synthetic)
+            Arm(name, entry.get("label") or name, entry.get("group") or "main", values, tuple(needs), synthetic, count)
         )
     by_name = {a.name: a for a in arms}
     for arm in arms:
         chain = [arm.name]
         while (before := by_name[chain[-1]].needs) and before[0] not in chain:
             chain.append(before[0])
+        short = [n for n in arm.needs if 0 < by_name[n].seeds < (arm.seeds or math.inf)]
+        if short:
+            raise ConfigError(
+                f"config.study.arms.{arm.name}.seeds={arm.seeds}: must be 1 to {by_name[short[0]].seeds}, the seeds of "
+                f"{short[0]}, from which it starts"
+            )
         if before:
             raise ConfigError(f"config.study.arms.{arm.name}: needs itself: {' from '.join([*chain, before[0]])}")
     return arms
@@ -326,8 +337,10 @@ def plan(config: ConfigDict, arms: Sequence[Arm], workdir: Path) -> list[Run]:
         by_need["synthetic"] = Run("synthetic", workdir / "prepare", clips, ("base",), mode="prepare")
         runs.append(by_need["synthetic"])
     ordered = sorted(arms, key=lambda a: a.group != "main")  # stable: else in the config's order
-    for seed in seeds:
+    for index, seed in enumerate(seeds):
         for arm in ordered:
+            if arm.seeds and index >= arm.seeds:
+                continue
             folder = run_folder(workdir, arm.name, seed)
             own = arm_config(config, arm, seed, workdir, base)
             needs = ["base"] + ["synthetic"] * arm.synthetic + [f"{n}/seed{seed}" for n in arm.needs]

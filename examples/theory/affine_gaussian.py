@@ -37,7 +37,7 @@ class AffineDenoiser:
 
 
 def path_weights(process: Any, num_steps: int, steps: np.ndarray) -> np.ndarray:
-    """(K,) the path KL's weight of the squared x0 error of one dimension, (x0's coefficient in the mean)^2/(2 std^2)."""
+    """(K,) the path KL's weight of one squared x0 error, (x0's coefficient in the mean)^2/(2 std^2)."""
     levels, seen = process.levels(num_steps), process.seen_levels(num_steps)
     one, zero = jnp.ones((1, 1)), jnp.zeros((1, 1))
     out = []

@@ -113,14 +113,16 @@ def main() -> None:
 
     figure, (left, middle, right) = new_figure(3)
     left.plot(x, data / (x[1] - x[0]), color=INK, ls=":", label="data")
+    bar_at = TOP
     for data_beta, color, dash in zip(SHOWN, (TEAL, BLUE, ORANGE, PURPLE), ("-", "--", "-.", (0, (1, 1))), strict=True):
         p, times, mean_t, atom_t = flows[data_beta]
         left.plot(x[:-1], p[:-1] / (x[1] - x[0]), color=color, ls=dash, label=f"data_beta {data_beta:g}")
         if p[-1] > 0.005:
-            left.plot([TOP, TOP], [0.0, p[-1]], color=color, lw=3)
+            bar_at += 0.2  # side by side, right of the maximum where they all lie
+            left.plot([bar_at, bar_at], [0.0, p[-1]], color=color, lw=3)
         keep = times <= 40.0
         middle.plot(times[keep], mean_t[keep], color=color, ls=dash)
-    left.set(title="Where it rests (bars: mass at the maximum)", xlabel="reward r = x", ylabel="density")
+    left.set(title="Rest points (bars: atom at 4)", xlabel="reward r = x", ylabel="density")
     left.legend(loc="upper left")
     middle.axhline(TOP, color=INK, lw=0.8, ls=":")
     middle.set(title="The way there", xlabel="training time", ylabel="mean reward")
@@ -128,7 +130,7 @@ def main() -> None:
     right.plot(betas, [atom_formula(b, data, x) for b in betas], color=INK)
     for data_beta, color in zip(SHOWN, (TEAL, BLUE, ORANGE, PURPLE), strict=True):
         right.plot(data_beta, flows[data_beta][0][-1], "o", color=color)
-    right.set(title="Mass at the maximum (dots: the flow)", xlabel="data_beta", xscale="log", ylim=(-0.03, 1.03))
+    right.set(title="Mass of the atom", xlabel="data_beta", xscale="log", ylim=(-0.03, 1.03))
     right.set_xticks([0.1, 1.0, 10.0], ["0.1", "1", "10"])
     save(figure, args.out, "theory_4.svg")
     claims.finish()

@@ -144,10 +144,10 @@ def main() -> None:
 
     figure, (left, middle, right) = new_figure(3)
     updates = EVERY * np.arange(len(slack["reward"]))
-    for axis, h, name in ((left, slack, "Reverse KL"), (middle, steady, "Data loss (DDRL)")):
+    for axis, h, name in ((left, slack, "reverse KL"), (middle, steady, "data loss")):
         axis.plot(updates, h["reverse"], "--", color=ORANGE, label="reverse KL, on policy")
         axis.plot(updates, h["forward"], "-", color=BLUE, label="forward KL, on data")
-        axis.set(title=f"Trained with: {name}", xlabel="updates", ylabel="path KL (nats)")
+        axis.set(title=f"Trained with the {name}", xlabel="updates", ylabel="path KL (nats)")
         axis.set_ylim(0.0, 1.05 * slack["forward"].max())
     left.legend(loc="upper left")
     edges = np.linspace(-2.6, 2.6, 66)

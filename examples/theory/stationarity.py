@@ -168,6 +168,7 @@ def main() -> None:
     left.plot(CENTRES, -(reward_part + data_part)[middle_level] * 1e3, "-", color=INK, label="sum")
     left.axhline(0.0, color=INK, lw=0.6)
     left.set(title="At p*, half way down the levels", xlabel="place of the bump", ylabel="pull on the denoiser (1e-3)")
+    left.set_ylim(top=1.8e3 * np.abs(reward_part[middle_level]).max())
     left.legend()
     middle.plot(along, norms, "-o", color=BLUE, ms=4)
     middle.set(
