@@ -1,9 +1,10 @@
-"""The baselines of configs/study_digits.py over learning rate and KL weight, one seed each; all of it is shown.
+"""The methods of configs/study_digits.py over learning rate, KL weight and data weight, one seed each; all is shown.
 
     python -m ddrl_jax.main --mode=study --config=configs/study_digits_sweep.py --workdir=runs/study_digits_sweep \
         --config.study.base=runs/study_digits/base
 
-What it finds best is what configs/study_digits.py takes. 16 runs of two minutes.
+configs/study_digits.py takes one learning rate for all, 1e-4, and 3e-5 for its slow arms; what else this sweep found is
+in docs/results/study_digits_sweep.md. 16 runs of two minutes on one core.
 """
 
 import runpy
@@ -14,11 +15,13 @@ from ml_collections import ConfigDict
 STUDY = runpy.run_path(str(Path(__file__).with_name("study_digits.py")))
 LEARNING_RATES = ("3e-5", "1e-4", "3e-4")  # as text: an arm's name has no dot
 KL_BETAS = ("0", "4e-1")  # beside FlowGRPO's own .04
-DATA_BETAS = ("1e-1", "3e-1")  # of DDRL, beside 1
+DATA_BETAS = ("1e-1", "1")  # of DDRL, beside the .3 of its learning rates
+DDRL = {"objective": {"name": "ddrl", "data_beta": 0.3}}
 
 
 def arms():
     main = STUDY["arms"]()
+    main["ddrl"]["set"] = DDRL
     result = {}
     for name in ("ddrl", "dance_grpo", "flow_grpo", "nft"):
         for rate in LEARNING_RATES:

@@ -72,8 +72,11 @@ CHILD = (
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """An entry of config.study.arms. `values` is its `set`; `needs` names the arms that it starts from; `seeds`: it takes
-    the first so many of the study's seeds, 0 all."""
+    """An entry of config.study.arms.
+
+    `values` is its `set`; `needs` names the arms that it starts from; `seeds`: it takes the first so many of the
+    study's seeds, 0 all.
+    """
 
     name: str
     label: str

@@ -397,8 +397,8 @@ def _matched_table(study: Study, arms: Sequence[Arm], m: Measure | None, levels:
     if m is not None and m.kind == "loss":
         note = (
             "Where the reward first reaches the level, linear between evaluations, mean over the seeds that "
-            "reach it, with the 95 % interval over seeds where all do. Evaluations during training take fewer clips "
-            "than the first and the last, so that the lowest levels are the noisiest."
+            "reach it, with the 95 % interval over seeds where all do. Curves are of fewer clips "
+            "(eval.clips_during) than the table of arms."
         )
     return Table(columns, tuple(rows), title=title, note=note)
 
