@@ -34,7 +34,8 @@ def after(name, **values):
 
 def arms():
     return {
-        # The comparison: each method as its paper has it, under its own sampler, at one learning rate.
+        # The comparison: each method under its own sampler, all at one learning rate, number of trained steps and kind
+        # of start noise (each rollout its own; DanceGRPO's code shares it within a group, FlowGRPO's trains all steps).
         "ddrl": arm("DDRL", "main"),
         "dance_grpo": arm("DanceGRPO", "main", **DANCE_GRPO, process=DANCE_SDE),
         "flow_grpo": arm("FlowGRPO", "main", **FLOW_GRPO, process=FLOW_SDE),
@@ -44,7 +45,13 @@ def arms():
         "dance_grpo_slow": arm("DanceGRPO, slow", "control", **DANCE_GRPO, process=DANCE_SDE, train=SLOW),
         "flow_grpo_slow": arm("FlowGRPO, slow", "control", **FLOW_GRPO, process=FLOW_SDE, train=SLOW),
         "dance_grpo_edm": arm("DanceGRPO, DDRL's sampler", "control", **DANCE_GRPO),
-        "flow_grpo_edm": arm("FlowGRPO, DDRL's sampler", "control", **FLOW_GRPO),
+        "flow_grpo_edm": arm(
+            # The KL in its own units: FlowGRPO's is weighed by a step of flow time, which EDM levels are not.
+            "FlowGRPO, DDRL's sampler",
+            "control",
+            objective={"name": "flow_grpo", "kl": "gaussian"},
+            advantage={"std": "batch"},
+        ),
         "ddrl_flow": arm("DDRL, FlowGRPO's sampler", "control", objective=DDRL, process=FLOW_SDE),
         # DDRL's own choices: Table 3, Eq. 8, Table 4, SFT first.
         "ddrl_full": arm("DDRL, full data loss", "ablation", objective={"data_levels": "rollout"}),
@@ -84,7 +91,7 @@ def arms():
             seeds=1,
             objective={"name": "flow_grpo", "kl_beta": 0.0},
             process=FLOW_SDE,
-            rollout={"steps": "window"},
+            rollout={"steps": "window", "window_every": 14},  # once over the seven places of the window
         ),
         "best_of": arm("DDRL, best and worst two", "ablation", seeds=1, advantage={"best_of": 4}),
         "rft": arm("Best-of-n fine-tuning", "ablation", seeds=1, objective={"name": "rft"}),
