@@ -238,6 +238,11 @@ def train_state(
     return jax.jit(init, out_shardings=shardings)(params)
 
 
+def evaluated_params(config: ConfigDict, s: state.TrainState) -> Any:
+    """The weights that evaluations look at: the EMA's (eval.ema), which is nothing yet before the first update."""
+    return s.ema if config.eval.ema and s.ema is not None and int(s.step) > 0 else s.params
+
+
 def own_workdir(workdir: Path) -> IO[str]:
     """Makes the folder and locks it for this process until the file returned is closed (or the process gone).
 
@@ -335,7 +340,9 @@ def _try_rewards(config: ConfigDict, client: rewards.RewardClient) -> None:
     codec = Unshuffle(config.codec.factor, config.codec.mean, config.codec.std)
     scores = client.submit(codec.encode(clip["video"]), clip["caption"]).result()
     if not scores.valid.all():
-        raise rewards.ConfigurationFault(f"reward.weights, reward.scorers: a real clip got no reward: {scores.reason}")
+        raise rewards.ConfigurationFault(
+            f"reward.weights, reward.gates, reward.scorers: a real clip got no reward: {scores.reason}"
+        )
 
 
 def total_reward(scores: rewards.Scores, config: ConfigDict) -> tuple[np.ndarray, np.ndarray]:

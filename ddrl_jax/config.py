@@ -110,14 +110,14 @@ def default() -> ConfigDict:
                 "std": "group",  # of "group": group | batch (FlowGRPO's global one)
                 "ddof": 1,
                 "eps": 1e-4,
-                "reward_clip": 5.0,
+                "reward_clip": 5.0,  # std, ddof, eps and this one are of "group" only
                 "beta": 1.0,  # of "partition": the reward's temperature
                 "best_of": 0,  # train on the best_of/2 best and worst of a group only; 0 is all
             },
             "nft": {
                 "beta": 1.0,  # strength of the implicit guidance
                 "adv_clip": 5.0,  # the advantage that counts as certainly good
-                "decay_rate": 1e-3,  # of the old policy: it keeps min(decay_rate * update, decay_max) of itself
+                "decay_rate": 1e-3,  # of the old policy: it keeps min(decay_rate * iteration, decay_max) of itself
                 "decay_max": 0.5,
                 "draws": 1,  # noise levels a sample
             },
@@ -304,6 +304,12 @@ def validate(config: ConfigDict) -> None:
     )
     _require(config.model.remat in ("none", "full"), "model.remat", config.model.remat, "must be none or full")
 
+    _require(
+        config.objective.name in OBJECTIVES,
+        "objective.name",
+        config.objective.name,
+        "must be one of " + ", ".join(OBJECTIVES),
+    )
     _validate_process(config.process, "process")
     if config.eval.process.name:
         _validate_process(config.eval.process, "eval.process")
@@ -313,12 +319,6 @@ def validate(config: ConfigDict) -> None:
     _validate_rollout(config)
     _validate_methods(config)
 
-    _require(
-        config.objective.name in OBJECTIVES,
-        "objective.name",
-        config.objective.name,
-        "must be one of " + ", ".join(OBJECTIVES),
-    )
     _require(
         config.objective.clip_range is None or config.objective.clip_range > 0,
         "objective.clip_range",
@@ -480,6 +480,31 @@ def _validate_methods(config: ConfigDict) -> None:
         f"must be rollout.guidance={ro.guidance:g} when a rollout serves several updates or comes from the EMA: "
         "the ratio would compare two different policies",
     )
+    data_fields = ("data_beta", "loss_scale", "data_draws", "data_levels", "cond_dropout")
+    read = {"sft": data_fields, "rft": data_fields, "nft": (*data_fields, "kl_beta")}
+    for field, value in config.objective.items():
+        known = value is None or field == "name" or name in RATIO_OBJECTIVES or field in read[name]
+        _require(
+            known, f"objective.{field}", value, f"is not read by {name}, which reads {', '.join(read.get(name, ()))}"
+        )
+    _require(
+        config.train.guidance == 0 or name not in ("rft", "sft"),
+        "train.guidance",
+        config.train.guidance,
+        f"must be 0 for {name}: the data loss is never guided",
+    )
+    _require(
+        ro.steps == "fixed" or name in RATIO_OBJECTIVES,
+        "rollout.steps",
+        ro.steps,
+        f"must be fixed for {name}, which trains on no steps",
+    )
+    _require(
+        adv.kind == "group" or not config.reward.gates,
+        "reward.gates",
+        config.reward.gates.to_dict(),
+        "must be empty for advantage.kind=partition, whose Z is of the plain reward",
+    )
     _require(config.nft.beta > 0, "nft.beta", config.nft.beta, "must be above 0")
     _require(config.nft.adv_clip > 0, "nft.adv_clip", config.nft.adv_clip, "must be above 0")
     _require(config.nft.decay_rate >= 0, "nft.decay_rate", config.nft.decay_rate, "must be at least 0")
@@ -529,6 +554,12 @@ def _validate_rollout(config: ConfigDict) -> None:
         "rollout.steps",
         rollout.steps,
         "must be fixed, random or window",
+    )
+    _require(
+        rollout.steps != "random" or rollout.num_steps >= 2,
+        "rollout.num_steps",
+        rollout.num_steps,
+        "must be at least 2 for rollout.steps=random, which draws from all but the last",
     )
     _require(0 < rollout.random_fraction <= 1, "rollout.random_fraction", rollout.random_fraction, "must be in (0, 1]")
     _require(
@@ -609,7 +640,9 @@ def differences(config: ConfigDict, saved: dict) -> list[tuple[str, Any, Any]]:
     known = flatten(json.loads(to_json(default())))
     now = flatten(json.loads(to_json(config)))
     then = {f: v for f, v in known.items() if f in now and not f.startswith("reward.weights")} | flatten(saved)
-    return [(f, then.get(f), now.get(f)) for f in sorted(now | then) if now.get(f) != then.get(f)]
+    # An empty block beside one with entries is no difference of its own.
+    fields = [f for f in sorted(now | then) if {now.get(f, {}) == {}, then.get(f, {}) == {}} != {True}]
+    return [(f, then.get(f), now.get(f)) for f in fields if now.get(f) != then.get(f)]
 
 
 def check_same_run(config: ConfigDict, workdir: Path) -> list[str]:

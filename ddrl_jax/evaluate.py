@@ -171,7 +171,8 @@ class Evaluator:
         totals = [build.total_reward(r, self.config) for r in results]
         reward = np.where(np.concatenate([v for _, v in totals]), np.concatenate([r for r, _ in totals]), np.nan)
         weights = self.config.reward.weights.to_dict()
-        judges = set(map(scorer_of, weights)) - {scorer_of(n) for n, w in weights.items() if w}
+        obeyed = {scorer_of(n) for n, w in weights.items() if w} | set(map(scorer_of, self.config.reward.gates))
+        judges = set(map(scorer_of, weights)) - obeyed
         values = {
             "reward": reward,
             **{f"judge/{n}" if scorer_of(n) in judges else n: v for n, v in scores.items()},
@@ -380,7 +381,7 @@ def run(config: ConfigDict, workdir: Path) -> bool:
     if restored is None:
         raise ConfigError(f"workdir={str(workdir)!r}: holds no checkpoint yet; let the training save one first")
     step, s = restored
-    params = s.ema if config.eval.ema and s.ema is not None and step > 0 else s.params
+    params = build.evaluated_params(config, s)
     lock = build.own_workdir(workdir)
     book = Logbook(workdir, primary=jax.process_index() == 0, **config.log)
     try:

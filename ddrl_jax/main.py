@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
             evaluate.summarise(config, folder, config_file=file, arguments=argv[1:])
             print(f"report: {report.write_report(folder)}")
             # stopped.json: the monitor ended the run (monitor.on_hacking).
-            return 1 if (folder / "stopped.json").exists() else 0
+            return 1 if mode == "train" and (folder / "stopped.json").exists() else 0
     except config_lib.ConfigError as error:
         return _complain(error)
     except train.RunStopped as error:

@@ -213,7 +213,7 @@ def read_arms(config: ConfigDict) -> list[Arm]:
             if field not in ARM_FIELDS:
                 close = difflib.get_close_matches(field, ARM_FIELDS, n=1, cutoff=0.4)
                 hint = f"; did you mean {close[0]}?" if close else ""
-                raise ConfigError(f"{where}.{field}: there is no such field{hint} An arm has {', '.join(ARM_FIELDS)}")
+                raise ConfigError(f"{where}.{field}: there is no such field{hint}; an arm has {', '.join(ARM_FIELDS)}")
         values = entry.get("set", {})
         if not isinstance(values, dict):
             raise ConfigError(
@@ -243,18 +243,23 @@ def read_arms(config: ConfigDict) -> list[Arm]:
         )
     by_name = {a.name: a for a in arms}
     for arm in arms:
-        chain = [arm.name]
-        while (before := by_name[chain[-1]].needs) and before[0] not in chain:
-            chain.append(before[0])
+        circle = _circle(arm.name, by_name)
+        if circle:
+            raise ConfigError(f"config.study.arms.{arm.name}: needs itself: {' from '.join(circle)}")
         short = [n for n in arm.needs if 0 < by_name[n].seeds < (arm.seeds or math.inf)]
         if short:
             raise ConfigError(
                 f"config.study.arms.{arm.name}.seeds={arm.seeds}: must be 1 to {by_name[short[0]].seeds}, the seeds of "
                 f"{short[0]}, from which it starts"
             )
-        if before:
-            raise ConfigError(f"config.study.arms.{arm.name}: needs itself: {' from '.join([*chain, before[0]])}")
     return arms
+
+
+def _circle(name: str, arms: dict[str, Arm], seen: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The chain of arms from `name` back to one that is in it already; () where there is none."""
+    if name in seen:
+        return (*seen, name)
+    return next((c for n in arms[name].needs if (c := _circle(n, arms, (*seen, name)))), ())
 
 
 def arm_config(config: ConfigDict, arm: Arm, seed: int, workdir: Path, base: Path) -> ConfigDict:
@@ -356,6 +361,8 @@ def plan(config: ConfigDict, arms: Sequence[Arm], workdir: Path) -> list[Run]:
             if is_finished(new):
                 new.status, new.steps = "done", new.total
             runs.append(new)
+    if "synthetic" in by_need and config.data.name != "digits":
+        raise ConfigError(f"config.data.name={config.data.name!r}: must be digits where an arm asks for {{synthetic}}")
     if "synthetic" in by_need and all(r.status == "done" for r in runs if r.arm and r.arm.synthetic):
         by_need["synthetic"].status = "done"
     return runs
@@ -416,11 +423,11 @@ def has_begun(run: Run) -> bool:
 def is_finished(run: Run) -> bool:
     """Whether the run is through, its last evaluation and summary included."""
     steps = _of_json(run.workdir / "summary.json", "run", "steps")
-    measured = _of_json(run.workdir / "summary.json", "after") or run.total == 0
-    if steps is None or not measured:
-        return False
-    # stopped.json: its monitor ended it (monitor.on_hacking), which is a result and not a failure.
-    return steps >= run.total or (run.workdir / "stopped.json").exists()
+    # stopped.json: its monitor ended it (monitor.on_hacking), which is a result and not a failure, also where it went
+    # back to where it began; "warn" goes on from there.
+    ended = (run.workdir / "stopped.json").exists() and run.config.monitor.on_hacking != "warn"
+    measured = _of_json(run.workdir / "summary.json", "after") or run.total == 0 or ended
+    return steps is not None and bool(measured) and (steps >= run.total or ended)
 
 
 # ------------------------------------------------------------------------------------- network evaluations
@@ -545,6 +552,8 @@ class Pool:
         code = r.process.returncode
         # The base and the clips say by their exit status alone that they are through, unless they were asked to leave.
         through = is_finished(r) if r.arm else code == 0 and not self._stop()
+        if r.mode == "prepare":  # it leaves with 0 when it is asked to, without clips
+            through = through and (Path(r.config.prepare.out) / "clips.npz").exists()
         if through and code in (0, 1):
             r.status, r.steps = "done", r.total
         elif self._stop() and code in (0, -signal.SIGTERM, -signal.SIGKILL):
@@ -571,6 +580,7 @@ def start(r: Run, base: Path, server: Server | None, *, crowded: bool) -> None:
     if r.arm and not has_begun(r):
         # A new run removes a judge that may be of other settings, and knows that it is not new by its config.json.
         write_text(r.workdir / "config.json", config_lib.to_json(r.config))
+        (r.workdir / "judge.npz").unlink(missing_ok=True)
         if (base / "judge.npz").exists() and not _differences(r.config, base, OF_JUDGE):
             shutil.copyfile(base / "judge.npz", r.workdir / "judge.npz")
     file = r.workdir / "config.py"
@@ -692,7 +702,10 @@ def open_server(config: ConfigDict, runs: Sequence[Run], base: Path, workdir: Pa
     scorers = dict.fromkeys(s for r in runs if r.arm for s in r.config.reward.scorers)
     weights = workdir / "scorer"
     if (base / "scorer").is_dir() and not weights.exists() and not _differences(config, base, OF_SCORER):
-        shutil.copytree(base / "scorer", weights)
+        part = weights.with_name("scorer.part")  # whole or absent
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(base / "scorer", part)
+        part.rename(weights)
     own = config.copy_and_resolve_references()
     own.reward.scorers = tuple(scorers)
     try:

@@ -240,7 +240,7 @@ def check_base(config: ConfigDict) -> None:
         raise ConfigError(f"config.pretrain.from_run={name!r}: holds no checkpoints/{stage}; make it {how}")
     total = json.loads(settings.read_text())["pretrain" if stage == "pretrain" else "train"]["steps"]
     done = max((int(p.name) for p in folder.iterdir() if p.name.isdigit()), default=0)
-    if done < total:
+    if done < total and not (stage == "ddrl" and (Path(name) / "stopped.json").exists()):
         raise ConfigError(
             f"config.pretrain.from_run={name!r}: its stage {stage} is at step {done} of {total}; finish it {how}"
         )
@@ -297,7 +297,11 @@ def reinforce(
     ref_params = base_params if method.needs_reference else None
     held = ", ".join(method.networks())
     book.say(f"{config.objective.name}: {method.batch} rollouts an iteration; networks held: {held}")
-    if method.on_steps and ro.guidance != config.train.guidance:
+    terms = f"data_beta {method.objective.data_beta:g}, kl_beta {method.objective.kl_beta:g}"
+    if method.rolls_out and config.objective.name != "ddrl" and method.has_data:
+        terms += ": a baseline with DDRL's data loss beside it; --config.objective.data_beta=0 leaves it out"
+    book.say(terms)
+    if method.rolls_out and config.objective.name != "rft" and ro.guidance != config.train.guidance:
         book.say(
             f"rollouts are guided by {ro.guidance:g}, the trained policy by {config.train.guidance:g}: "
             "the update is not the policy gradient of the sampler"
@@ -314,6 +318,7 @@ def reinforce(
     guard = Guard(config, workdir, book)
     if restored and guard.stopped() is not None:
         book.say(f"this run was ended by its monitor: {guard.stopped()}; --config.monitor.on_hacking=warn goes on")
+        evaluate_the_end(config, workdir, evaluator, s)
         return True
     if restored and step >= total:
         book.say(f"this run is finished: {step} of {total} iterations; --config.train.steps=N goes on from there")
@@ -323,16 +328,26 @@ def reinforce(
     book.forget_from("eval", step + (1 if restored else 0))
 
     # --- evaluations ---------------------------------------------------------------------------------------
-    def evaluate(full: bool) -> None:
-        params = s.ema if config.eval.ema and s.ema is not None and step > 0 else s.params
-        book.write("eval", step, evaluator(params, step, full=full))
+    def evaluate(full: bool) -> bool:
+        """Evaluates, unless metrics.jsonl has it already. Returns whether the monitor ends the run here."""
+        nonlocal s
+        if not (book.has("eval", step) and (not full or (workdir / f"eval/{step:06d}/eval.json").exists())):
+            book.forget_from("eval", step)
+            book.write("eval", step, evaluator(build.evaluated_params(config, s), step, full=full))
+        ended = guard.look(step, s, checkpoints) if step > 0 else None
+        if ended is None:
+            return False
+        s = ended
+        evaluate_the_end(config, workdir, evaluator, s)
+        return True
 
     if not restored:
         evaluate(full=True)
         checkpoints.save(0, s, wait=True)
-        guard.keep(0, s)
-    elif 0 < step < total and step % config.eval.every == 0 and not book.has("eval", step):
-        evaluate(full=False)  # the kill came between the save and the evaluation
+    guard.resume(step, s)
+    # The kill may have come between the save and the evaluation, or before the monitor looked at it.
+    if restored and 0 < step < total and step % config.eval.every == 0 and evaluate(full=False):
+        return True
 
     def log(done: Iteration) -> None:
         """Writes a finished iteration's line; waits for its gradients where the loop has not yet."""
@@ -385,8 +400,10 @@ def reinforce(
                     rows, weights, valid, gate_metrics = build.training_rewards(scores, config)
                     record |= gate_metrics
                     reference = build.total_reward(of_reference[0], config) if of_reference else None
-                    if reference is not None and reference[1].any():
-                        record["reference_reward"] = float(np.nanmean(reference[0]))
+                    if reference is not None:
+                        record["reference_reward"] = float(np.nanmean(reference[0])) if reference[1].any() else math.nan
+                        # Without Z there is no advantage: as bad as rollouts without a reward.
+                        record["valid_rate"] = min(record["valid_rate"], float(reference[1].mean()))
                     rewarded = to_device(setup.mesh, rows, weights, valid, reference)
                     for got in (scores, *of_reference):
                         if got.reason:
@@ -415,16 +432,8 @@ def reinforce(
                     f"iterations in a row; the last reason: {scores.reason or 'not given'}. The state is saved: "
                     "mend the sidecar and start the same command again"
                 )
-            if looking:
-                evaluate(full=False)
-                rolled_back = guard.look(step, s, checkpoints)
-                if rolled_back is not None:
-                    s = rolled_back
-                    # Judged in full, so that the report shows what the run leaves behind.
-                    params = s.ema if config.eval.ema and s.ema is not None and int(s.step) > 0 else s.params
-                    if not (workdir / f"eval/{int(s.step):06d}/eval.json").exists():
-                        evaluator(params, int(s.step), full=True)
-                    return True
+            if looking and evaluate(full=False):
+                return True
         if pending is not None:
             log(pending)
 
@@ -437,11 +446,16 @@ def reinforce(
     if step < total:
         book.say(f"stopped at iteration {step} of {total}; the same command goes on from there")
         return False
-    whole = (workdir / f"eval/{step:06d}/eval.json").exists() and book.has("eval", step)
-    if total > 0 and not whole:
-        book.forget_from("eval", step)
+    if total > 0:
         evaluate(full=True)
     return True
+
+
+def evaluate_the_end(config: ConfigDict, workdir: Path, evaluator: Evaluator, s: state.TrainState) -> None:
+    """In full, where the monitor has ended a run: the report shows what it leaves behind."""
+    step = int(s.step)
+    if not (workdir / f"eval/{step:06d}/eval.json").exists():
+        evaluator(build.evaluated_params(config, s), step, full=True)
 
 
 # ------------------------------------------------------------------------------------------------- the monitor
@@ -455,45 +469,67 @@ class Guard:
     """
 
     def __init__(self, config: ConfigDict, workdir: Path, book: Logbook) -> None:
-        self._monitor, self._workdir, self._book = config.monitor, workdir, book
+        self._action, self._monitor, self._workdir, self._book = (
+            config.monitor.on_hacking,
+            config.monitor,
+            workdir,
+            book,
+        )
         self._weights = config.reward.weights.to_dict()
         self._file = workdir / "stopped.json"
-        if config.monitor.on_hacking == "warn":
+        if self._action == "warn":
             self._file.unlink(missing_ok=True)
 
     def stopped(self) -> str | None:
         """Why an earlier start of this run was ended, or None."""
         return json.loads(self._file.read_text())["reason"] if self._file.exists() else None
 
-    def keep(self, step: int, s: state.TrainState) -> None:
-        """Keeps a clean state for a rollback."""
-        if self._monitor.on_hacking == "rollback":
-            with Checkpoints(self._workdir / "checkpoints/clean", keep=1) as clean:
+    def _why(self) -> str:
+        rows = read_metrics(self._workdir / "metrics.jsonl")
+        return monitor.is_hacked(monitor.read_signals(rows, self._monitor, self._weights))
+
+    def _clean(self) -> Checkpoints:
+        return Checkpoints(self._workdir / "checkpoints/clean", keep=1)
+
+    def resume(self, step: int, s: state.TrainState) -> None:
+        """At every start: clean states of steps that are repeated are gone, and a run that is not hacked yet can be
+        rolled back to here."""
+        if self._action == "rollback":
+            with self._clean() as clean:
+                clean.forget_after(step)
+            if not self._why():
+                self._keep(step, s)
+
+    def _keep(self, step: int, s: state.TrainState) -> None:
+        if self._action == "rollback":
+            with self._clean() as clean:
                 clean.save(step, s, wait=True)
 
     def look(self, step: int, s: state.TrainState, checkpoints: Checkpoints) -> state.TrainState | None:
         """After the evaluation at `step`. Returns the state that the run ends with where it has to end, else None."""
-        why = monitor.is_hacked(
-            monitor.read_signals(read_metrics(self._workdir / "metrics.jsonl"), self._monitor, self._weights)
-        )
+        why = self._why()
         if not why:
-            self.keep(step, s)
+            self._keep(step, s)
             return None
         self._book.say(f"HACKING at iteration {step}: {why}")
-        action = self._monitor.on_hacking
-        if action == "warn":
+        if self._action == "warn":
             return None
-        if action == "rollback":
-            with Checkpoints(self._workdir / "checkpoints/clean", keep=1) as clean:
+        if self._action == "rollback":
+            with self._clean() as clean:
                 found = clean.restore(s)
-            assert found is not None, "the state before training is kept"
-            s = found[1]
-            checkpoints.forget_after(found[0])
+            if found is None:
+                self._book.say("rollback: this run was never clean since it may roll back; it stops where it is")
+            else:
+                s = found[1]
+                checkpoints.forget_after(found[0])
+                for folder in (self._workdir / "eval").glob("*/"):
+                    if folder.name.isdigit() and int(folder.name) > found[0]:
+                        shutil.rmtree(folder)  # of states that are no longer this run's
         at = int(s.step)
         checkpoints.save(at, s, wait=True)
-        record = {"step": step, "action": action, "ended_at": at, "reason": why}
+        record = {"step": step, "action": self._action, "ended_at": at, "reason": why}
         write_text(self._file, json.dumps(record))
-        self._book.say(f"{action}: the run ends with the state of iteration {at}")
+        self._book.say(f"{self._action}: the run ends with the state of iteration {at}")
         return s
 
 

@@ -90,7 +90,7 @@ class Update:
         """The weights that roll out."""
         if self.needs_old:
             return s.old
-        # At step 0 the EMA is the policy already, and from its first update on it is an average.
+        # At step 0 the EMA is the policy already; its first update copies the weights, then it is an average.
         return s.ema if self.config.rollout.ema else s.params
 
     # ------------------------------------------------------------------------------------------ rollout
@@ -115,7 +115,8 @@ class Update:
             record = ()
         noise = None
         if ro.same_noise:
-            unit_GX = jax.random.normal(jax.random.fold_in(key, 1), (ro.conditions, *setup.latent_shape))
+            # The key that `sample` draws the start noise with where it is not given.
+            unit_GX = jax.random.normal(jax.random.split(key)[0], (ro.conditions, *setup.latent_shape))
             noise = (jnp.repeat(unit_GX, self.group, axis=0), None)
         x0, trajectory = sample(
             params,
@@ -144,8 +145,7 @@ class Update:
             candidates = build.trainable_steps(self.config)
             count = max(1, round(ro.random_fraction * len(candidates)))
             return random_steps(jax.random.fold_in(key, STEPS), candidates, count), None
-        movable = int((self.setup.process.step_stds(ro.num_steps) > 0).sum())  # a still last step is never in it
-        record_K = window_steps(step, movable, window=ro.window, every=ro.window_every)
+        record_K = window_steps(step, len(build.trainable_steps(self.config)), window=ro.window, every=ro.window_every)
         return record_K, jnp.zeros(ro.num_steps, bool).at[record_K].set(True)
 
     # --------------------------------------------------------------------------------------------- data
@@ -249,7 +249,8 @@ class Update:
         alive_B = valid_B & jnp.repeat(valid_B.reshape(-1, self.group).sum(1) >= 2, self.group)
         if adv.kind == "partition":
             z_G = log_partition(rewarded.reference_B, self.group, adv.beta, rewarded.reference_valid_B)
-            alive_B &= jnp.repeat(jnp.isfinite(z_G), self.group)
+            # No order within the group is needed, so one valid member is enough.
+            alive_B = valid_B & jnp.repeat(jnp.isfinite(z_G), self.group)
             z_G = jnp.where(jnp.isfinite(z_G), z_G, 0.0)
             adv_B = partition_advantages(rewarded.rewards_RB[0], z_G, self.group, adv.beta, alive_B)
         else:

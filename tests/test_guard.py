@@ -32,7 +32,7 @@ def replay(name, workdir, action):
     workdir.mkdir()
     book = Logbook(workdir, tensorboard=False)
     guard = Guard(c, workdir, book)
-    guard.keep(0, state_at(0))
+    guard.resume(0, state_at(0))
     with Checkpoints(workdir / "checkpoints/ddrl", keep=9) as checkpoints:
         for row in rows:
             with (workdir / "metrics.jsonl").open("a") as file:

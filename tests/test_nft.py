@@ -153,3 +153,19 @@ def test_rewards_and_weights_may_be_lists():
     assert f(R, weight) == f(R.tolist(), weight.tolist()) == expected
     with pytest.raises(AssertionError):
         f(R.tolist()[:5], weight)
+
+
+def test_a_rollout_that_went_non_finite_leaves_the_gradient_of_the_others():
+    with jax.enable_x64(True):
+        old = jnp.array([0.5, -0.3])
+
+        def gradient(x0, rewards):
+            f = lambda p: nft_loss(  # noqa: E731
+                p, x0, rewards, None, None, denoise=affine, process=FlowSDE(), old_params=old, **DRAWS
+            )[0]  # fmt: skip
+            return jax.grad(f)(jnp.array([0.4, 0.1]))
+
+        broken, lost = X0.copy(), R.copy()
+        broken[2], lost[2] = np.nan, np.nan
+        np.testing.assert_allclose(gradient(broken, lost), gradient(X0, lost), rtol=1e-12)
+        assert np.isfinite(gradient(broken, lost)).all()

@@ -69,6 +69,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         form = urllib.parse.parse_qs(body.decode())
         seen["replica"] = self.headers.get("X-Lepton-Replica-Target")
         seen["type"] = form["type"]
+        if fault == "judge fails" and form["type"] == ["j"]: return self.reply(422, {"message": "no judge today"})
         if fault == "lost once" and n == 1: return self.reply(404, {"message": "unknown uuid"})
         if fault == "pending" or n < 3: return self.reply(400, {"message": "pending"})
         overall = batches[form["uuid"][0]]
@@ -256,6 +257,21 @@ def test_single_samples_are_masked_never_zero(start, fault, bad):
 def test_unweighted_scores_do_not_invalidate(start):
     out = start("all NaN", reward_fn={"s/b": 1.0}).submit(X, PROMPTS).result()
     assert out.valid.all() and out.reason == ""
+
+
+def test_a_gate_is_asked_for_and_needed(start):
+    client = start("one NaN", reward_fn={"s/b": 1.0}, gates=("s/overall",))
+    assert client.submit(X, PROMPTS).result().valid.tolist() == [False, True, True, True]
+    assert start("none", gates=("other/safe",)).scorers == ("s", "other")
+
+
+def test_judges_are_asked_only_when_judging_and_a_failing_one_costs_no_reward(start):
+    client = start("judge fails", reward_fn={"s": 1.0, "j": 0.0})
+    assert client.scorers == ("s",) and client.with_judges().scorers == ("s", "j")
+    out = client.with_judges().submit(X, PROMPTS).result()
+    assert out.valid.all() and out.reason == "" and set(out.scores) == {"s/overall", "s/b"}
+    both = start("none", reward_fn={"s": 1.0, "j": 0.0}).with_judges().submit(X, PROMPTS).result()
+    assert {"j/overall", "s/overall"} <= set(both.scores)
 
 
 def test_samples_that_are_not_finite_are_not_sent(start):

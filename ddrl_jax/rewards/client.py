@@ -135,6 +135,7 @@ class RewardClient:
         self.gates = tuple(gates)
         weighted = [n for n, w in reward_fn.items() if w]
         self.scorers = tuple(dict.fromkeys(map(scorer_of, (*weighted, *self.gates))))
+        self._judges: frozenset[str] = frozenset()  # asked, but a batch is whole without them
         self.timeout_s, self.retries, self.poll_s = timeout_s, retries, poll_s
         self.fps, self.media_type, self.wire = fps, media_type, wire
         # A proxy from the environment is for the network, not for this machine.
@@ -145,6 +146,7 @@ class RewardClient:
         """This client, which also asks the scorers of weight 0: no sample needs their scores to be valid."""
         judging = copy.copy(self)
         judging.scorers = tuple(dict.fromkeys((*self.scorers, *map(scorer_of, self.reward_fn))))
+        judging._judges = frozenset(judging.scorers) - frozenset(self.scorers)
         return judging
 
     @property
@@ -287,7 +289,12 @@ class RewardClient:
             raise _Retryable(f"garbage instead of a uuid: {one_line(answer.text, 80)!r}") from None
         columns: dict[str, np.ndarray] = {}
         for scorer in self.scorers:
-            columns |= self._pull(taken, scorer, count, deadline)
+            try:
+                columns |= self._pull(taken, scorer, count, deadline)
+            except _Final as error:
+                if scorer not in self._judges:
+                    raise
+                log.warning("rewards: the judge %s gave no scores: %s", scorer, one_line(error))
         return columns
 
     def _pull(self, taken: protocol.EnqueueAnswer, scorer: str, count: int, deadline: float) -> dict[str, np.ndarray]:

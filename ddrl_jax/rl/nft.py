@@ -91,6 +91,8 @@ def nft_loss(
         sample_weight = jnp.asarray(sample_weight, dtype)
         chex.assert_shape(sample_weight, (num,))
         w_B = w_B * sample_weight
+    # A rollout of weight 0 that went non-finite would still make the gradient 0 * nan.
+    x0 = jnp.where((expand(w_B, x0) == 0.0) & ~jnp.isfinite(x0), 0.0, x0)
     if group_size is None:
         r_B = jnp.clip(jnp.where(finite_B, rewards, 0.5), 0.0, 1.0)
     else:
