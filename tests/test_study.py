@@ -575,6 +575,7 @@ from tests import tiny
 def get_config():
     c = tiny.config()
     c.train.steps, c.study.seeds = 4, (0, 1)
+    c.reward.timeout_s, c.reward.retries = 300.0, 200  # a loaded machine takes its time to start a sidecar again
     arms = {
         "ddrl": {"label": "DDRL", "group": "main", "set": {}},
         "sft": {"label": "SFT", "group": "control", "set": {"objective": {"name": "sft"}}},
