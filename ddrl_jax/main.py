@@ -71,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
     folder = Path(workdir).absolute()
     try:
         if mode == "study":
-            return 0 if study.run(config, folder, config_file=file, arguments=argv[1:]) else 1
+            study.run(config, folder, config_file=file, arguments=argv[1:])
+            return 0
         if mode == "prepare":
             prepare.run(config, folder, arguments=argv[1:])
             return 0
