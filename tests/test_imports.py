@@ -75,7 +75,7 @@ def test_each_knows_only_those_left_of_it(file):
             pytest.fail(f"{where}: {own} stands apart")
         if own == "rewards" and other == "sidecar":
             assert module.startswith("ddrl_jax.sidecar.protocol") or module == "ddrl_jax.sidecar", where
-        elif own == "main" and other == "report":
+        elif own in ("main", "study") and other == "report":
             pass
         elif other in LEAVES:
             assert RANK[own] > RANK["state"], f"{where}: only what runs knows the config"

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -691,3 +692,14 @@ def test_a_failing_arm_is_named_and_the_others_are_finished(straight, tmp_path):
     assert [a["seeds"][0]["status"] for a in record["arms"]] == ["done", "done", "failed"]
     assert "brightness/blue" in record["arms"][2]["seeds"][0]["error"]
     assert "Broken" in (workdir / "study.md").read_text()
+
+
+def test_the_documented_study_is_a_study(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/study.md").read_text(), re.DOTALL)
+    (tmp_path / "my_study.py").write_text(code)
+    config = config_lib.load(str(tmp_path / "my_study.py"))
+    config_lib.validate(config)
+    runs = study.plan(config, study.read_arms(config), tmp_path / "run")
+    assert [r.name for r in runs[1:6]] == ["ddrl/seed0", "dance/seed0", "sft/seed0", "sft_ddrl/seed0", "ddrl/seed1"]
+    assert len(runs) == 1 + 3 * 3 + 1  # base, three arms with three seeds, one with one

@@ -199,7 +199,8 @@ def _missing(study: Study) -> list[str]:
     waiting = []
     for arm in study.arms:
         over = {run.seed for run in arm.runs if run.changes or run.status == "failed"}
-        left = [str(s) for s in study.seeds if s not in over]
+        planned = [run.seed for run in arm.runs] or study.seeds  # an arm may take fewer seeds than the study
+        left = [str(s) for s in planned if s not in over]
         if left:
             waiting.append(f"{arm.label} (seed {listed(left)})")
     if waiting:
