@@ -2,8 +2,8 @@
 
     python -m ddrl_jax.main --mode=study --config=configs/study_ocr.py --workdir=runs/study_ocr
 
-The second study, smaller than configs/study_digits.py and built like it: one base (configs/words.py), 120 updates an
-arm.
+The second study, smaller than configs/study_digits.py and built like it: one base (configs/words.py), 80 updates of 32
+rollouts an arm, at one learning rate.
 """
 
 from pathlib import Path
@@ -21,16 +21,19 @@ def arms():
     dance = {"objective": {"name": "dance_grpo"}, "rollout": {"steps": "random"}, "process": {"name": "dance_sde"}}
     return {
         "ddrl": arm("DDRL", "main"),
-        "dance_grpo": arm("DanceGRPO", "main", **dance, train={"learning_rate": 1e-4}),
+        "dance_grpo": arm("DanceGRPO", "main", **dance),
         "sft": arm("SFT (data loss only)", "control", objective={"name": "sft"}),
     }
 
 
 def get_config():
     config = load(str(Path(__file__).with_name("words.py")))
-    config.train.steps = 120
-    config.train.learning_rate = 5e-5
+    config.rollout.conditions = 4
+    config.train.steps = 80
+    config.train.learning_rate = 1e-4
     config.objective.data_beta = 0.3
+    config.eval.clips, config.eval.clips_during = 228, 76  # six and two of each word
+    config.eval.chunk, config.eval.heldout_clips = 76, 228
     # Arms with other samplers are evaluated under the base's own.
     for field, value in config.process.items():
         config.eval.process[field] = value
