@@ -4,7 +4,9 @@
     ... --config.study.seeds=0,1,2 for intervals over seeds; --config.study.base=RUN takes a base that is there
 
 Every arm has 100 updates of 32 rollouts from the same network, 10 sampler steps of which 5 are trained, and is
-evaluated under the base's own sampler. Learning rates and KL weights of the baselines: configs/study_digits_sweep.py.
+evaluated under the base's own sampler. Two CPU cores: about 12 minutes for the base, 20 for the 24 runs of the first
+seed, 10 for each further one. Over three seeds DDRL reached reward +0.74 with the held-out loss up by 0.9 %, DanceGRPO
++1.25 with 19 %, FlowGRPO +1.96 with 13 %. The sweep behind the settings: configs/study_digits_sweep.py.
 """
 
 from pathlib import Path
