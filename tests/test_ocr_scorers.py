@@ -1,5 +1,7 @@
 """The OCR reward and its judge: what they ask for, how they compare, what they read. Needs torch, and the engines."""
 
+import tomllib
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,8 @@ from ddrl_jax.sidecar.scorers.ocr import (  # noqa: E402
     wanted_text,
 )
 from ddrl_jax.sidecar.worker import score_in_fixed_batches  # noqa: E402
+
+from .paths import ROOT  # noqa: E402
 
 torch.set_num_threads(1)
 ENGINES = {"ocr": "rapidocr", "ocr_judge": "ddddocr"}
@@ -114,7 +118,7 @@ def test_one_environment_serves_both_and_the_digits_do_not_need_it():
 @pytest.mark.parametrize("name", sorted(ENGINES))
 def test_a_missing_engine_is_one_line_that_says_how_to_add_it(name, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, ENGINES[name], None)
-    with pytest.raises(ValueError, match=rf"^scorer {name}: {ENGINES[name]} is not .* --scorer ocr$"):
+    with pytest.raises(ValueError, match=rf"^scorer {name}: \\w+ is not .* --scorer ocr$"):
         load(name, None, "cpu")
 
 
@@ -167,3 +171,8 @@ def test_frames_are_averaged(scorer, clips):
     # One frame with the word, one that is blank.
     two = np.concatenate([clips["video"][:1], np.ones_like(clips["video"][:1])], axis=2)
     assert score_in_fixed_batches(scorer, two, clips["caption"][:1])["text"] == [0.5]
+
+
+def test_the_extra_for_tests_has_the_engines_that_the_environment_is_built_with():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras["ocr"]) == set(build.requirements("ocr")) - set(build.requirements("digits"))
