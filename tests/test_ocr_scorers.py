@@ -118,7 +118,7 @@ def test_one_environment_serves_both_and_the_digits_do_not_need_it():
 @pytest.mark.parametrize("name", sorted(ENGINES))
 def test_a_missing_engine_is_one_line_that_says_how_to_add_it(name, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, ENGINES[name], None)
-    with pytest.raises(ValueError, match=rf"^scorer {name}: \\w+ is not .* --scorer ocr$"):
+    with pytest.raises(ValueError, match=rf"^scorer {name}: \w+ is not .* --scorer ocr$"):
         load(name, None, "cpu")
 
 
