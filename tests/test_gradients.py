@@ -125,7 +125,8 @@ def test_a_dead_micro_batch_does_not_dilute_the_means_over_live_slots():
     for name in ("ratio_mean", "clip_fraction", "policy_loss"):
         assert float(small[name]) == pytest.approx(float(large[name]), abs=1e-5), name
     assert float(small["ratio_mean"]) == pytest.approx(1.0, abs=0.2)
-    assert int(small["live"]) == int(large["live"]) == GROUPS * GROUP - 4 and small["live"].ndim == 0
+    slots = (GROUPS * GROUP - 4) * trajectory.sigma.shape[0]
+    assert int(small["live"]) == int(large["live"]) == slots and small["step_grad_norm"].shape == trajectory.sigma.shape
 
 
 @pytest.mark.parametrize("levels", ["training", "rollout"])
