@@ -317,7 +317,7 @@ def reinforce(
     step, total = int(s.step), config.train.steps
     guard = Guard(config, workdir, book)
     if restored and guard.stopped() is not None:
-        book.say(f"this run was ended by its monitor: {guard.stopped()}; --config.monitor.on_hacking=warn goes on")
+        book.say(f"this run was ended by its monitor ({guard.stopped()}); --config.monitor.on_hacking=warn goes on")
         evaluate_the_end(config, workdir, evaluator, s)
         return True
     if restored and step >= total:

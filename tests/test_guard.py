@@ -87,7 +87,7 @@ def test_a_whole_run_is_rolled_back_reports_it_and_goes_on_when_told(tmp_path):
     assert run.returncode == 1, run.err
     assert "HACKING at iteration 3" in run.out and "rollback: the run ends with the state of iteration 0" in run.out
     assert "hacked" not in json.loads((tmp_path / "summary.json").read_text()).get("label", "")
-    assert "rolled back" in (tmp_path / "report/index.html").read_text().lower()
+    assert "rolled the run back to update 0" in (tmp_path / "report/index.html").read_text().lower()
     again = tiny.main(tmp_path, *flags)
     assert again.returncode == 1 and "ended by its monitor" in again.out
     on = tiny.main(tmp_path, "--config.monitor.on_hacking=warn", "--config.monitor.heldout_loss_limit=-0.99")

@@ -69,7 +69,8 @@ def test_the_straight_run_is_whole(straight):
     assert line["valid_rate"] == 1.0 and line["ratio_mean"] == 1.0
     assert {"seconds", "seconds_rollout", "seconds_gradients", "seconds_reward_wait"} <= line.keys()
     assert (straight / "report/index.html").stat().st_size > 10_000
-    assert len(json.loads((straight / "summary.json").read_text())["signals"]) == 3
+    assert len(json.loads((straight / "summary.json").read_text())["signals"]) == 5
+    assert {"grad_norm/step00", "grad_norm/step02"} <= line.keys()
 
 
 def test_the_same_command_twice_gives_the_same_parameters(straight, tmp_path):
