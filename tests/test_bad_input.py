@@ -303,3 +303,62 @@ def test_every_field_of_the_schema_is_read_somewhere():
 def test_config_json_round_trips(tmp_path):
     config = tiny.config()
     assert config_lib.differences(config, json.loads(config_lib.to_json(config))) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rollout.steps": "window"}, "config.rollout.steps='window': needs a flow process"),
+        ({"rollout.steps": "some"}, "config.rollout.steps='some': must be fixed, random or window"),
+        (
+            {"rollout.steps": "random", "rollout.num_steps": 1},
+            "config.rollout.num_steps=1: must be at least 2 for rollout.steps=random",
+        ),
+        ({"rollout.random_fraction": 0.0}, "config.rollout.random_fraction=0.0: must be in (0, 1]"),
+        ({"advantage.best_of": 3}, "config.advantage.best_of=3: must be even and at most rollout.group_size=4"),
+        ({"advantage.best_of": 2, "objective.name": "rft"}, "config.advantage.best_of=2: must be 0 for rft"),
+        ({"advantage.kind": "partition", "objective.name": "nft"}, "config.advantage.kind='partition': must be group"),
+        ({"advantage.kind": "partition", "objective.name": "ddlr"}, "config.objective.name='ddlr': must be one of"),
+        ({"objective.name": "rft", "objective.kl_beta": 0.1}, "config.objective.kl_beta=0.1: is not read by rft"),
+        ({"objective.name": "nft", "objective.log_ratio": "gaussian"}, "config.objective.log_ratio='gaussian': is not"),
+        ({"objective.name": "sft", "train.guidance": 1.0}, "config.train.guidance=1.0: must be 0 for sft"),
+        ({"rollout.ema": True, "train.ema_rate": 0.0}, "config.rollout.ema=True: needs an EMA"),
+        (
+            {"rollout.guidance": 2.0, "train.updates_per_rollout": 2},
+            "config.train.guidance=0.0: must be rollout.guidance=2",
+        ),
+        ({"reward.mix": "mean"}, "config.reward.mix='mean': must be sum or normalised"),
+        ({"monitor.on_hacking": "pray"}, "config.monitor.on_hacking='pray': must be warn, stop or rollback"),
+        ({"pretrain.from_stage": "ddrl"}, "config.pretrain.from_stage='ddrl': needs pretrain.from_run"),
+        ({"eval.process.sigma_max": 9.0}, "config.eval.process.sigma_max=9.0: needs eval.process.name"),
+        ({"eval.process.name": "flow_sde", "eval.process.eta": 0.1}, "config.eval.process.eta=0.1: is not a field of"),
+    ],
+)
+def test_choices_of_methods_that_cannot_be(fields, message):
+    c = tiny.config()
+    for field, value in fields.items():
+        section, name = field.rsplit(".", 1)
+        config_lib.get(c, section)[name] = value
+    with pytest.raises(config_lib.ConfigError) as error:
+        config_lib.validate(c)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def test_a_gate_added_to_a_run_is_one_difference(tmp_path):
+    c = tiny.config()
+    (tmp_path / "config.json").write_text(config_lib.to_json(c))
+    with c.unlocked():
+        c.reward.gates = config_lib.ConfigDict({"brightness": 0.1})
+    with pytest.raises(config_lib.ConfigError, match=r"^config\.reward\.gates\.brightness=0\.1: workdir="):
+        config_lib.check_same_run(c, tmp_path)
+
+
+def test_a_run_of_an_older_version_has_the_defaults_of_fields_it_does_not_know(tmp_path):
+    c = tiny.config()
+    saved = json.loads(config_lib.to_json(c))
+    del saved["nft"], saved["reward"]["mix"]
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    assert config_lib.check_same_run(c, tmp_path) == []
+    c.reward.mix = "normalised"
+    with pytest.raises(config_lib.ConfigError, match=r"^config\.reward\.mix='normalised'"):
+        config_lib.check_same_run(c, tmp_path)
