@@ -3,7 +3,8 @@
     python -m ddrl_jax.main --mode=study --config=configs/study_ocr.py --workdir=runs/study_ocr
 
 The second study, smaller than configs/study_digits.py and built like it: one base (configs/words.py), 80 updates of 32
-rollouts an arm, at one learning rate.
+rollouts an arm, at one learning rate. One seed (docs/results/study_ocr.md): the base reads 97 % of the letters, so that
+no reward rises; DanceGRPO's held-out loss does, by 39 %, DDRL's by 1.9 %.
 """
 
 from pathlib import Path
