@@ -3,7 +3,8 @@
 Pre-trains a Cosmos DiT (48 tokens a picture), then DDRL: groups of 8, 10 steps, every other one trained. The reward is
 one minus the normalised edit distance of what RapidOCR reads; ddddocr, whose weight is 0, is asked in evaluations only.
 Evaluations take words that training never sees; after 5,000 steps RapidOCR reads 97 % of their letters, after 2,500 it
-read 70 % (two CPU cores: not timed alone, 45 minutes beside other work). Both engines need an environment of their own, once:
+read 70 % (two CPU cores: not timed alone, 45 minutes beside other work). Both engines need an environment of their own,
+once:
 
     python -m ddrl_jax.sidecar build --scorer ocr
 """
