@@ -223,9 +223,9 @@ def test_guidance_reaches_rollout_and_policy_each_on_its_own():
     for run in (plain, rollout, train):
         run.iterate()
     assert moved(plain) > 0
-    # The policy's gradient is the guided one's where it is trained guided: an extrapolation is steeper.
+    # The policy gradient is that of the guided policy where it is trained guided: another one, far beyond rounding.
     steep = [float(Run(**f).iterate()[0]["step_grad_norm"].sum()) for f in ({}, {"train.guidance": 2.0})]
-    assert steep[1] != pytest.approx(steep[0], rel=0.05)
+    assert steep[1] != pytest.approx(steep[0], rel=5e-3)
     x, sigma = jnp.ones((8, *plain.setup.latent_shape)), jnp.ones(8)
     cond = build.cond(plain.context)
     same = plain.setup.denoise(plain.base, x, sigma, cond)
