@@ -65,14 +65,15 @@ class Setup:
     @property
     def rollout_denoise(self) -> Denoiser:
         """What rolls out: the network under rollout.guidance."""
-        return self._guided(self.denoise, self.rollout_guidance)
+        return self.guided(self.denoise, self.rollout_guidance)
 
     @property
     def policy_denoise(self) -> Denoiser:
         """What is trained by the policy term: under train.guidance. The data loss is never guided."""
-        return self._guided(self.denoise, self.train_guidance)
+        return self.guided(self.denoise, self.train_guidance)
 
-    def _guided(self, denoise: Denoiser, scale: float) -> Denoiser:
+    def guided(self, denoise: Denoiser, scale: float) -> Denoiser:
+        """`denoise` under guidance against the condition without text."""
         return denoise if scale == 0 else guided(denoise, scale, self.null_cond)
 
     def context(self, captions: list[str]) -> np.ndarray:
@@ -204,6 +205,14 @@ def trainable_steps(config: ConfigDict) -> tuple[int, ...]:
     if config.rollout.steps == "fixed":
         return tuple(config.rollout.trained_steps)
     return tuple(range(config.rollout.num_steps - 1))
+
+
+def trained_step_count(config: ConfigDict) -> int:
+    """K, how many steps of a rollout are trained."""
+    ro, steps = config.rollout, trainable_steps(config)
+    return {"fixed": len(steps), "random": max(1, round(ro.random_fraction * len(steps))), "window": ro.window}[
+        ro.steps
+    ]
 
 
 def build_objective(config: ConfigDict) -> Objective:

@@ -23,9 +23,8 @@ from ddrl_jax import build, rewards
 from ddrl_jax.checkpoint.manager import Checkpoints, UnreadableError
 from ddrl_jax.config import ConfigError, check_same_run
 from ddrl_jax.data.image_statistics import image_statistics
-from ddrl_jax.diffusion.guidance import guided
 from ddrl_jax.diffusion.loss import diffusion_loss
-from ddrl_jax.diffusion.sampler import sample
+from ddrl_jax.diffusion.sampler import sample_each
 from ddrl_jax.logbook import Logbook, read_metrics, write_text
 from ddrl_jax.models.digit_judge import frechet_distance
 from ddrl_jax.monitor import read_signals
@@ -75,25 +74,15 @@ class Evaluator:
 
     def _sample_chunk(self, params: Any, index_B: jax.Array, context_BSD: jax.Array) -> jax.Array:
         """Clips `index_B` of the evaluation -> latents (B, C, T, h, w)."""
-        config, setup = self.config.eval, self.setup
-        draws = (config.num_steps + 1, *setup.latent_shape)
-        keys = jax.vmap(lambda i: jax.random.fold_in(self._key, i))(index_B)
-        noise_BNX = jax.vmap(lambda k: jax.random.normal(k, draws))(keys)
-        denoise: Any = self._denoise
-        if config.guidance != 0:
-            denoise = guided(denoise, config.guidance, setup.null_cond)
-        x0, _ = sample(
+        return sample_each(
             params,
-            self._key,  # every draw is given
+            jax.vmap(lambda i: jax.random.fold_in(self._key, i))(index_B),
             build.cond(context_BSD),
-            denoise=denoise,
+            denoise=self.setup.guided(self._denoise, self.config.eval.guidance),
             process=self._process,
-            shape=(index_B.shape[0], *setup.latent_shape),
-            num_steps=config.num_steps,
-            record=(),
-            noise=(noise_BNX[:, 0], jnp.moveaxis(noise_BNX[:, 1:], 1, 0)),
+            shape=self.setup.latent_shape,
+            num_steps=self.config.eval.num_steps,
         )
-        return x0
 
     def _loss_chunk(self, params: Any, index_B: jax.Array, x0_BX: jax.Array, context_BSD: jax.Array) -> jax.Array:
         """Weighted diffusion loss (B,) of held-out clips, averaged over HELDOUT_DRAWS levels of the training law."""

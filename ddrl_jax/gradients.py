@@ -20,7 +20,7 @@ import optax
 from ddrl_jax import build
 from ddrl_jax.diffusion.sampler import Trajectory, step_mean
 from ddrl_jax.rl.loss import DataBatch, loss_fn
-from ddrl_jax.rl.nft import nft_loss
+from ddrl_jax.rl.nft import nft_loss, optimality
 from ddrl_jax.rl.objective import Objective
 
 PER_ROLLOUT = ("x", "x_next", "mean_old", "prev_x0")  # of a Trajectory: (K, B, ...)
@@ -151,10 +151,9 @@ def nft_gradient(
     adv_clip: float,
     draws: int,
 ) -> tuple[jax.Array, dict, Any]:
-    """Loss, metrics and gradient of DiffusionNFT (`rl.nft.nft_loss`): a scan over B/m. Its optimality probability is
-    r = 1/2 + clip(A/adv_clip, -1, 1)/2."""
+    """Loss, metrics and gradient of DiffusionNFT (`rl.nft.nft_loss`): a scan over B/m."""
     group, parts = adv_B.shape[0] // context_GSD.shape[0], adv_B.shape[0] // micro_batch
-    r_B = 0.5 + 0.5 * jnp.clip(adv_B / adv_clip, -1.0, 1.0)
+    r_B = optimality(adv_B, adv_clip)
 
     def gradient(i: jax.Array) -> Any:
         def pick(x: jax.Array, size: int = group) -> jax.Array:
@@ -176,8 +175,7 @@ def nft_gradient(
                 draws=draws,
                 sample_weight=pick(weight_B),
             )
-            scale = setup.objective.loss_scale
-            return scale * value, metrics
+            return setup.objective.loss_scale * value, metrics
 
         return jax.value_and_grad(loss, has_aux=True)(params)
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 from PIL import Image, ImageDraw, ImageFont
@@ -28,8 +27,7 @@ from PIL import Image, ImageDraw, ImageFont
 from ddrl_jax import build, train
 from ddrl_jax.config import ConfigError, check_same_run
 from ddrl_jax.data import digits
-from ddrl_jax.diffusion.guidance import guided
-from ddrl_jax.diffusion.sampler import sample
+from ddrl_jax.diffusion.sampler import sample_each
 from ddrl_jax.logbook import Logbook
 
 STREAM = 1000  # of random numbers, apart from the trainer's, which count from 0
@@ -130,27 +128,18 @@ def _sample(
 def _sampler(config: ConfigDict, setup: build.Setup) -> Callable[..., jax.Array]:
     """(params, index (B,), context (B,S,D)) -> latents (B,C,T,h,w); each sample's noise is drawn from its own key."""
     key = jax.random.fold_in(jax.random.key(config.seed), STREAM)
-    num_steps, shape = config.eval.num_steps, setup.latent_shape
-    denoise: Any = setup.denoise
-    if config.prepare.guidance != 0:
-        denoise = guided(denoise, config.prepare.guidance, setup.null_cond)
 
     @jax.jit
     def draw(params: Any, index_B: jax.Array, context_BSD: jax.Array) -> jax.Array:
-        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(index_B)
-        noise_BNX = jax.vmap(lambda k: jax.random.normal(k, (num_steps + 1, *shape)))(keys)
-        x0, _ = sample(
+        return sample_each(
             params,
-            None,  # every draw is given
+            jax.vmap(lambda i: jax.random.fold_in(key, i))(index_B),
             build.cond(context_BSD),
-            denoise=denoise,
+            denoise=setup.guided(setup.denoise, config.prepare.guidance),
             process=setup.process,
-            shape=(index_B.shape[0], *shape),
-            num_steps=num_steps,
-            record=(),
-            noise=(noise_BNX[:, 0], jnp.moveaxis(noise_BNX[:, 1:], 1, 0)),
+            shape=setup.latent_shape,
+            num_steps=config.eval.num_steps,
         )
-        return x0
 
     return draw
 

@@ -445,11 +445,7 @@ def evaluations_per_iteration(config: ConfigDict) -> dict[str, int]:
     process, objective, ro = build.build_process(config), build.build_objective(config), config.rollout
     name, batch = config.objective.name, ro.conditions * ro.group_size
     step, finish = (2 if process.solver == "2mid" else 1, 1) if isinstance(process, EDMChurn) else (1, 0)
-    steps = len(ro.trained_steps)
-    if ro.steps == "random":
-        steps = max(1, round(ro.random_fraction * len(build.trainable_steps(config))))
-    elif ro.steps == "window":
-        steps = ro.window
+    steps = build.trained_step_count(config)
     sampling = batch * (ro.num_steps * step + finish) * (1 if ro.guidance == 0 else 2)
     replay = batch * steps * step * (1 if config.train.guidance == 0 else 2)
     draws = batch * config.nft.draws * (1 if config.train.guidance == 0 else 2)

@@ -469,15 +469,10 @@ class Guard:
     """
 
     def __init__(self, config: ConfigDict, workdir: Path, book: Logbook) -> None:
-        self._action, self._monitor, self._workdir, self._book = (
-            config.monitor.on_hacking,
-            config.monitor,
-            workdir,
-            book,
-        )
+        self._monitor, self._workdir, self._book = config.monitor, workdir, book
         self._weights = config.reward.weights.to_dict()
         self._file = workdir / "stopped.json"
-        if self._action == "warn":
+        if self._monitor.on_hacking == "warn":
             self._file.unlink(missing_ok=True)
 
     def stopped(self) -> str | None:
@@ -494,27 +489,24 @@ class Guard:
     def resume(self, step: int, s: state.TrainState) -> None:
         """At every start: clean states of steps that are repeated are gone, and a run that is not hacked yet can be
         rolled back to here."""
-        if self._action == "rollback":
+        if self._monitor.on_hacking == "rollback":
             with self._clean() as clean:
                 clean.forget_after(step)
-            if not self._why():
-                self._keep(step, s)
-
-    def _keep(self, step: int, s: state.TrainState) -> None:
-        if self._action == "rollback":
-            with self._clean() as clean:
-                clean.save(step, s, wait=True)
+                if not self._why():
+                    clean.save(step, s)
 
     def look(self, step: int, s: state.TrainState, checkpoints: Checkpoints) -> state.TrainState | None:
         """After the evaluation at `step`. Returns the state that the run ends with where it has to end, else None."""
         why = self._why()
         if not why:
-            self._keep(step, s)
+            if self._monitor.on_hacking == "rollback":
+                with self._clean() as clean:  # waits for the save when it closes
+                    clean.save(step, s)
             return None
         self._book.say(f"HACKING at iteration {step}: {why}")
-        if self._action == "warn":
+        if self._monitor.on_hacking == "warn":
             return None
-        if self._action == "rollback":
+        if self._monitor.on_hacking == "rollback":
             with self._clean() as clean:
                 found = clean.restore(s)
             if found is None:
@@ -527,9 +519,9 @@ class Guard:
                         shutil.rmtree(folder)  # of states that are no longer this run's
         at = int(s.step)
         checkpoints.save(at, s, wait=True)
-        record = {"step": step, "action": self._action, "ended_at": at, "reason": why}
+        record = {"step": step, "action": self._monitor.on_hacking, "ended_at": at, "reason": why}
         write_text(self._file, json.dumps(record))
-        self._book.say(f"{self._action}: the run ends with the state of iteration {at}")
+        self._book.say(f"{self._monitor.on_hacking}: the run ends with the state of iteration {at}")
         return s
 
 

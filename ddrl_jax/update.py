@@ -143,7 +143,7 @@ class Update:
             return tuple(ro.trained_steps), None
         if ro.steps == "random":
             candidates = build.trainable_steps(self.config)
-            count = max(1, round(ro.random_fraction * len(candidates)))
+            count = build.trained_step_count(self.config)
             return random_steps(jax.random.fold_in(key, STEPS), candidates, count), None
         record_K = window_steps(step, len(build.trainable_steps(self.config)), window=ro.window, every=ro.window_every)
         return record_K, jnp.zeros(ro.num_steps, bool).at[record_K].set(True)

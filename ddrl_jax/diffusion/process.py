@@ -267,6 +267,26 @@ class _Flow:
         del first_churn, num_steps  # Levels start at t = 1: pure unit noise.
         return unit_noise
 
+    def mean_std(
+        self,
+        x: chex.Array,
+        sigma: chex.ArrayLike,
+        sigma_next: chex.ArrayLike,
+        x0: chex.Array,
+        prev_x0: chex.Array | None = None,
+        prev_sigma: chex.ArrayLike | None = None,
+        *,
+        num_steps: int,
+        x0_fn: X0Fn | None = None,
+    ) -> tuple[chex.Array, chex.Array]:
+        """Mean (B,*S) and std (sigma's shape) of the next state; arguments as in `EDMChurn.mean_std`, no history."""
+        del prev_x0, prev_sigma, num_steps, x0_fn
+        dtype = compute_dtype(x, x0)
+        sigma, sigma_next = jnp.asarray(sigma, dtype), jnp.asarray(sigma_next, dtype)
+        x, x0 = jnp.asarray(x, dtype), jnp.asarray(x0, dtype)
+        mean = self._mean(x, x0, expand(sigma, x), expand(sigma_next, x))
+        return mean, self._std(sigma, sigma_next, jnp)
+
     def corrupt(self, x0: chex.Array, sigma: chex.ArrayLike, noise: chex.Array) -> chex.Array:
         """(1-sigma) x0 + sigma e. sigma (), (B,), or (B,T) for B,C,T,H,W."""
         t = _level(sigma, x0, noise)
@@ -279,6 +299,10 @@ class _Flow:
     def draw_sigma(self, rng: chex.PRNGKey, shape: Sequence[int]) -> chex.Array:
         """Logit-normal, mean 0, std 1, no shift; JAX's default float dtype."""
         return logit_normal_time(rng, shape)
+
+    def _mean(self, x: chex.Array, x0: chex.Array, t: chex.Array, t_next: chex.Array) -> chex.Array:
+        """The kernel's mean; t and t_next broadcast against x (B,*S)."""
+        raise NotImplementedError
 
     def _std(self, t: Any, t_next: Any, xp: Any) -> Any:
         raise NotImplementedError
@@ -309,28 +333,10 @@ class FlowSDE(_Flow):
     def ode(self) -> FlowSDE:
         return dataclasses.replace(self, noise_level=0.0)
 
-    def mean_std(
-        self,
-        x: chex.Array,
-        sigma: chex.ArrayLike,
-        sigma_next: chex.ArrayLike,
-        x0: chex.Array,
-        prev_x0: chex.Array | None = None,
-        prev_sigma: chex.ArrayLike | None = None,
-        *,
-        num_steps: int,
-        x0_fn: X0Fn | None = None,
-    ) -> tuple[chex.Array, chex.Array]:
-        """Mean (B,*S) and std (sigma's shape) of the next state; arguments as in `EDMChurn.mean_std`, no history."""
-        del prev_x0, prev_sigma, num_steps, x0_fn
-        dtype = compute_dtype(x, x0)
-        sigma, sigma_next = jnp.asarray(sigma, dtype), jnp.asarray(sigma_next, dtype)
-        x, x0 = jnp.asarray(x, dtype), jnp.asarray(x0, dtype)
-        drift = self._diffusion(sigma, sigma_next, jnp) ** 2 / (2.0 * sigma)
-        t, dt, g = expand(sigma, x), expand(sigma_next - sigma, x), expand(drift, x)
+    def _mean(self, x: chex.Array, x0: chex.Array, t: chex.Array, t_next: chex.Array) -> chex.Array:
+        g, dt = self._diffusion(t, t_next, jnp) ** 2 / (2.0 * t), t_next - t
         v = (x - x0) / t
-        mean = x * (1.0 + g * dt) + v * (1.0 + g * (1.0 - t)) * dt
-        return mean, self._std(sigma, sigma_next, jnp)
+        return x * (1.0 + g * dt) + v * (1.0 + g * (1.0 - t)) * dt
 
     def finish(self, x_last: chex.Array, last_x0: chex.Array, x0_fn: X0Fn) -> chex.Array:
         """The last state."""
@@ -376,27 +382,9 @@ class FlowCPS(_Flow):
     def ode(self) -> FlowCPS:
         return dataclasses.replace(self, noise_level=0.0)
 
-    def mean_std(
-        self,
-        x: chex.Array,
-        sigma: chex.ArrayLike,
-        sigma_next: chex.ArrayLike,
-        x0: chex.Array,
-        prev_x0: chex.Array | None = None,
-        prev_sigma: chex.ArrayLike | None = None,
-        *,
-        num_steps: int,
-        x0_fn: X0Fn | None = None,
-    ) -> tuple[chex.Array, chex.Array]:
-        """Mean (B,*S) and std (sigma's shape) of the next state; arguments as in `EDMChurn.mean_std`, no history."""
-        del prev_x0, prev_sigma, num_steps, x0_fn
-        dtype = compute_dtype(x, x0)
-        sigma, sigma_next = jnp.asarray(sigma, dtype), jnp.asarray(sigma_next, dtype)
-        x, x0 = jnp.asarray(x, dtype), jnp.asarray(x0, dtype)
-        t, t_next = expand(sigma, x), expand(sigma_next, x)
+    def _mean(self, x: chex.Array, x0: chex.Array, t: chex.Array, t_next: chex.Array) -> chex.Array:
         x1 = x + (1.0 - t) * (x - x0) / t
-        mean = (1.0 - t_next) * x0 + t_next * math.cos(0.5 * math.pi * self.noise_level) * x1
-        return mean, self._std(sigma, sigma_next, jnp)
+        return (1.0 - t_next) * x0 + t_next * math.cos(0.5 * math.pi * self.noise_level) * x1
 
     def finish(self, x_last: chex.Array, last_x0: chex.Array, x0_fn: X0Fn) -> chex.Array:
         """The last state, which is the last x0."""
@@ -433,27 +421,9 @@ class DanceSDE(_Flow):
     def ode(self) -> DanceSDE:
         return dataclasses.replace(self, eta=0.0)
 
-    def mean_std(
-        self,
-        x: chex.Array,
-        sigma: chex.ArrayLike,
-        sigma_next: chex.ArrayLike,
-        x0: chex.Array,
-        prev_x0: chex.Array | None = None,
-        prev_sigma: chex.ArrayLike | None = None,
-        *,
-        num_steps: int,
-        x0_fn: X0Fn | None = None,
-    ) -> tuple[chex.Array, chex.Array]:
-        """Mean (B,*S) and std (sigma's shape) of the next state; arguments as in `EDMChurn.mean_std`, no history."""
-        del prev_x0, prev_sigma, num_steps, x0_fn
-        dtype = compute_dtype(x, x0)
-        sigma, sigma_next = jnp.asarray(sigma, dtype), jnp.asarray(sigma_next, dtype)
-        x, x0 = jnp.asarray(x, dtype), jnp.asarray(x0, dtype)
-        t, dt = expand(sigma, x), expand(sigma_next - sigma, x)
-        score = -(x - (1.0 - t) * x0) / t**2
-        mean = x + dt * (x - x0) / t - 0.5 * self.eta**2 * score * dt
-        return mean, self._std(sigma, sigma_next, jnp)
+    def _mean(self, x: chex.Array, x0: chex.Array, t: chex.Array, t_next: chex.Array) -> chex.Array:
+        dt, score = t_next - t, -(x - (1.0 - t) * x0) / t**2
+        return x + dt * (x - x0) / t - 0.5 * self.eta**2 * score * dt
 
     def finish(self, x_last: chex.Array, last_x0: chex.Array, x0_fn: X0Fn) -> chex.Array:
         """The last step's x0."""

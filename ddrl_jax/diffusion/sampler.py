@@ -277,6 +277,38 @@ def _resolve_stochastic(
     return mask, process.ode()  # type: ignore[attr-defined]  # optional in the protocol
 
 
+def sample_each(
+    params: Any,
+    keys: chex.PRNGKey,
+    cond: Any,
+    *,
+    denoise: Denoiser,
+    process: Process,
+    shape: Sequence[int],
+    num_steps: int,
+) -> chex.Array:
+    """One sample a key, (B,*S) float32: sample b depends on keys[b], its condition and params, not on its batch.
+
+    Args:
+      params, cond, denoise, process, num_steps: as in `sample`; nothing is recorded.
+      keys: (B,) keys.
+      shape: S, of one sample.
+    """
+    noise_BNX = jax.vmap(lambda key: jax.random.normal(key, (num_steps + 1, *shape)))(keys)
+    x0, _ = sample(
+        params,
+        None,  # every draw is given
+        cond,
+        denoise=denoise,
+        process=process,
+        shape=(keys.shape[0], *shape),
+        num_steps=num_steps,
+        record=(),
+        noise=(noise_BNX[:, 0], jnp.moveaxis(noise_BNX[:, 1:], 1, 0)),
+    )
+    return x0
+
+
 def _resolve_record(record: Sequence[int] | chex.Array | None, stds: np.ndarray) -> chex.Array:
     """(K,) int32. Concrete records are checked against the schedule, traced ones cannot be."""
     num_steps = len(stds)

@@ -7,7 +7,6 @@ content policy forbids every request, so that a caption or a config can never fe
 from __future__ import annotations
 
 import base64
-import html
 import io
 import json
 from collections.abc import Iterable, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ddrl_jax.report import media, plots
-from ddrl_jax.report.style import CSS
+from ddrl_jax.report.page import escape, page
 from ddrl_jax.report.verdict import (
     Change,
     Signal,
@@ -33,8 +32,6 @@ _FIRST_PAIRS = 20  # shown at once; the others are one click away
 _MAX_PAIRS = 64
 _CLIP_BYTES = 8 << 20  # of inlined clips: large videos show fewer pairs rather than a huge page
 _CLIP_SIZE = 112  # pixels of a clip's longer side on the page
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-
 _ICONS = {
     "clean": '<circle cx="12" cy="12" r="11"/><path d="M7 12.5l3.4 3.4L17.2 9"/>',
     "suspicious": '<path d="M12 1.8L23.2 21.6H.8z"/><path d="M12 9v5.6M12 18v.2"/>',
@@ -177,11 +174,6 @@ def _get(value: Any, *path: str) -> Any:
     return value
 
 
-def _text(value: Any) -> str:
-    """Escape for element content and for quoted attributes alike."""
-    return html.escape(str(value), quote=True)
-
-
 def _page(run: Run, charts: Sequence[plots.Chart]) -> str:
     title = str(run.summary.get("title") or _get(run.config, "title") or run.path.resolve().name)
     sections = (
@@ -194,32 +186,14 @@ def _page(run: Run, charts: Sequence[plots.Chart]) -> str:
     )
     links = "".join(f'<a href="#{name}">{heading}</a>' for name, heading, _ in sections)
     body = "".join(f'<section id="{name}"><h2>{heading}</h2>{content}</section>' for name, heading, content in sections)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<title>{_text(title)}</title>
-<style>{CSS}</style>
-</head>
-<body>
-<div class="page">
-<header>
-<p class="eyebrow">ddrl_jax run report</p>
-<h1>{_text(title)}</h1>
-{_facts(run)}
-<nav aria-label="Sections">{links}</nav>
-</header>
-<main>
-{_verdict(run)}
-{body}
-</main>
-<footer>Written by ddrl_jax from {_text(run.path.resolve().name)}. This file needs no network.</footer>
-</div>
-</body>
-</html>
-"""
+    return page(
+        title=title,
+        eyebrow="ddrl_jax run report",
+        facts=_facts(run),
+        links=links,
+        main=f"{_verdict(run)}\n{body}",
+        source=run.path.resolve().name,
+    )
 
 
 def _facts(run: Run) -> str:
@@ -230,7 +204,7 @@ def _facts(run: Run) -> str:
     items = [(k.replace("_", " "), _value(v)) for k, v in facts.items() if v not in (None, "")]
     if seconds is not None:
         items.append(("time", _duration(seconds)))
-    inner = "".join(f"<div><dt>{_text(k)}</dt><dd>{_text(v)}</dd></div>" for k, v in items)
+    inner = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in items)
     return f'<dl class="facts">{inner}</dl>' if inner else ""
 
 
@@ -262,7 +236,7 @@ def _verdict(run: Run) -> str:
         label, (headline, reasons) = "no verdict yet", _progress(run)
         caveat = "The verdict needs both evaluations. Curves and samples show what there is so far."
     tone = label if label in ("clean", "suspicious", "hacked") else "open"
-    items = "".join(f"<li>{_text(reason)}</li>" for reason in reasons)
+    items = "".join(f"<li>{escape(reason)}</li>" for reason in reasons)
     icon = (
         '<svg viewBox="0 0 24 24" fill="none" stroke="currentColor" stroke-width="2" '
         f'stroke-linecap="round" stroke-linejoin="round" aria-hidden="true">{_ICONS[label]}</svg>'
@@ -271,7 +245,7 @@ def _verdict(run: Run) -> str:
     cards = "".join(_signal(signal, run, told) for signal in signals)
     return f"""<div class="verdict {tone}" id="verdict">
 <div class="call"><div><p class="label">{icon}<span>{label.capitalize()}</span></p>
-<p class="headline">{_text(headline)}</p>{_glance(run)}</div>
+<p class="headline">{escape(headline)}</p>{_glance(run)}</div>
 <ul class="reasons">{items}</ul></div>
 <div class="signals">{cards}</div>
 <p class="caveat">{caveat}</p>
@@ -325,7 +299,7 @@ def _signal(signal: Signal, run: Run, told: set[str]) -> str:
         reading = f'<p class="reading">{value}<small>{small}</small></p>'
     spark = _spark(signal, run)
     text = _card_text(signal, spark, finished=bool(read_changes(run.summary)))
-    said = "" if text in told else f"<p>{_text(text)}</p>"
+    said = "" if text in told else f"<p>{escape(text)}</p>"
     return f"""<article class="signal"><header><h3>{signal.label}</h3>
 <span class="state {kind}">{state}</span></header>
 {reading}{said}{spark}</article>"""
@@ -394,7 +368,7 @@ def _spark(signal: Signal, run: Run) -> str:
 def _notes(run: Run) -> str:
     if not run.notes:
         return ""
-    items = "".join(f"<li>{_text(note)}</li>" for note in run.notes)
+    items = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
     return f'<aside class="notes"><h3>Not everything could be read</h3><ul>{items}</ul></aside>'
 
 
@@ -471,10 +445,10 @@ def _pair(caption: str, clips: Sequence[tuple[Samples, int]], *, bare: bool = Fa
             f"--n:{frames};--d:{seconds:.2f}s;--a:{clip.shape[2]}/{clip.shape[1]};"
             f"--i:url(data:{kind};base64,{base64.b64encode(data).decode()})"
         )
-        label = _text(f"{name}: {caption}" if name else caption)
+        label = escape(f"{name}: {caption}" if name else caption)
         parts.append(f'<div class="{classes}" role="img" aria-label="{label}" style="{style}"></div>')
     single = "" if len(parts) == 2 else " single"
-    below = "" if bare else f"<figcaption>{_text(caption)}</figcaption>"
+    below = "" if bare else f"<figcaption>{escape(caption)}</figcaption>"
     return f'<figure class="pair"><div class="clips{single}">{"".join(parts)}</div>{below}</figure>'
 
 
@@ -532,7 +506,7 @@ def _row(change: Change, before: Any, after: Any, shared: float | None, *, loss_
     mean, interval = change.numbers()
     lower = '<span class="unit">lower is better</span>' if change.better == "down" else ""
     return (
-        f"<tr><td>{_text(change.label)}{lower}</td>"
+        f"<tr><td>{escape(change.label)}{lower}</td>"
         f'<td class="num" data-h="before">{show(number(before))}</td>'
         f'<td class="num" data-h="after">{show(number(after))}</td>'
         f'<td class="num delta">{mean} <span class="interval">{interval}</span></td>'
@@ -575,7 +549,7 @@ def _curves(charts: Sequence[plots.Chart]) -> str:
     if not charts:
         return _empty("No metrics yet: curves appear after the first update.")
     figures = "".join(
-        f'<figure class="chart"><h3>{_text(c.title)}</h3><figcaption>{_text(c.caption)}</figcaption>{c.svg}</figure>'
+        f'<figure class="chart"><h3>{escape(c.title)}</h3><figcaption>{escape(c.caption)}</figcaption>{c.svg}</figure>'
         for c in charts
     )
     return (
@@ -594,8 +568,8 @@ def _config(run: Run) -> str:
         else:
             groups.setdefault("run", []).append((str(key), value))
     blocks = "".join(
-        f"<div><h3>{_text(name)}</h3><dl>"
-        + "".join(f"<dt>{_text(k)}</dt><dd>{_text(_value(v))}</dd>" for k, v in leaves)
+        f"<div><h3>{escape(name)}</h3><dl>"
+        + "".join(f"<dt>{escape(k)}</dt><dd>{escape(_value(v))}</dd>" for k, v in leaves)
         + "</dl></div>"
         for name, leaves in groups.items()
     )
@@ -627,14 +601,14 @@ def _reproduce(run: Run) -> str:
     if not isinstance(command, str) or not command.strip():
         return _empty("The command is written down when the run ends.")
     config = run.summary.get("config_file")
-    source = f" The settings came from <code>{_text(config)}</code>." if config else ""
-    return f'<p class="lede">Run this with an empty working directory.{source}</p><pre>{_text(command.strip())}</pre>'
+    source = f" The settings came from <code>{escape(config)}</code>." if config else ""
+    return f'<p class="lede">Run this with an empty working directory.{source}</p><pre>{escape(command.strip())}</pre>'
 
 
 def _glossary() -> str:
-    items = "".join(f"<dt>{_text(k)}</dt><dd>{_text(v)}</dd>" for k, v in _GLOSSARY)
+    items = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in _GLOSSARY)
     return f'<dl class="glossary">{items}</dl>'
 
 
 def _empty(text: str) -> str:
-    return f'<p class="empty">{_text(text)}</p>'
+    return f'<p class="empty">{escape(text)}</p>'

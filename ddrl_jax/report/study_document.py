@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import html
 
+from ddrl_jax.report.page import escape, page
 from ddrl_jax.report.plots import Chart
 from ddrl_jax.report.study_plots import Drawing
-from ddrl_jax.report.style import CSS
-
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 STYLE = """
 .finding { --tone: var(--line); margin-top: 30px; }
@@ -235,65 +232,47 @@ def drawings(document: Document) -> dict[str, bytes]:
 
 
 def to_html(document: Document) -> str:
-    links = "".join(f'<a href="#{s.name}">{_text(s.link)}</a>' for s in document.sections)
-    facts = "".join(f"<div><dt>{_text(k)}</dt><dd>{_text(v)}</dd></div>" for k, v in document.facts)
+    links = "".join(f'<a href="#{s.name}">{escape(s.link)}</a>' for s in document.sections)
+    facts = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in document.facts)
     prominent = "".join(_section(s) for s in document.sections if s.prominent)
     body = "".join(_section(s) for s in document.sections if not s.prominent)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<title>{_text(document.title)}</title>
-<style>{CSS}{STYLE}</style>
-</head>
-<body>
-<div class="page">
-<header>
-<p class="eyebrow">ddrl_jax study</p>
-<h1>{_text(document.title)}</h1>
-<dl class="facts">{facts}</dl>
-<nav aria-label="Sections">{links}</nav>
-</header>
-<main>
-{_finding(document)}
-{prominent}
-{body}
-</main>
-<footer>Written by ddrl_jax from study.json. This file needs no network.</footer>
-</div>
-</body>
-</html>
-"""
+    return page(
+        title=document.title,
+        eyebrow="ddrl_jax study",
+        facts=f'<dl class="facts">{facts}</dl>',
+        links=links,
+        main=f"{_finding(document)}\n{prominent}\n{body}",
+        source="study.json",
+        css=STYLE,
+    )
 
 
 def _finding(document: Document) -> str:
     states = "".join(
-        f'<div><dt class="tone-{tone}">{_text(name)}</dt><dd>{_text(arms)}</dd></div>'
+        f'<div><dt class="tone-{tone}">{escape(name)}</dt><dd>{escape(arms)}</dd></div>'
         for name, arms, tone in document.states
     )
-    details = "".join(f"<li>{_text(d)}</li>" for d in document.details)
+    details = "".join(f"<li>{escape(d)}</li>" for d in document.details)
     notes = ""
     if document.notes:
-        items = "".join(f"<li>{_text(n)}</li>" for n in document.notes)
+        items = "".join(f"<li>{escape(n)}</li>" for n in document.notes)
         notes = f'<aside class="notes"><h3>What is missing</h3><ul>{items}</ul></aside>'
     return f"""<div class="finding" id="finding"><div class="call">
-<div><p class="headline">{_text(document.finding)}</p>
+<div><p class="headline">{escape(document.finding)}</p>
 <dl class="states">{states}</dl></div><ul class="reasons">{details}</ul></div>{notes}</div>"""
 
 
 def _section(section: Section) -> str:
     inner = "".join(_block(block, section) for block in section.blocks)
     kind = ' class="disagree"' if section.prominent else ""
-    return f'<section id="{section.name}"{kind}><h2>{_text(section.title)}</h2>{inner}</section>'
+    return f'<section id="{section.name}"{kind}><h2>{escape(section.title)}</h2>{inner}</section>'
 
 
 def _block(block: Block, section: Section) -> str:
     if isinstance(block, Text):
-        return f'<p class="{"lede" if block.lede else "prose"}">{_text(block.text)}</p>'
+        return f'<p class="{"lede" if block.lede else "prose"}">{escape(block.text)}</p>'
     if isinstance(block, Missing):
-        return f'<p class="empty">{_text(block.text)}</p>'
+        return f'<p class="empty">{escape(block.text)}</p>'
     if isinstance(block, Table):
         return _table(block, section)
     if isinstance(block, Charts):
@@ -301,7 +280,7 @@ def _block(block: Block, section: Section) -> str:
     if isinstance(block, Multiples):
         panels = "".join(map(_figure, block.drawings))
         return (
-            f'<details class="more"><summary>{_text(block.summary)}</summary>'
+            f'<details class="more"><summary>{escape(block.summary)}</summary>'
             f'<div class="multiples">{panels}</div></details>'
         )
     if isinstance(block, Cards):
@@ -309,29 +288,29 @@ def _block(block: Block, section: Section) -> str:
         return f'<div class="claims{two}">{"".join(map(_card, block.cards))}</div>'
     if isinstance(block, Lines):
         items = "".join(
-            f'<li><span class="tone-{tone}">{_text(word)}</span><span>{_text(sentence)}</span></li>'
+            f'<li><span class="tone-{tone}">{escape(word)}</span><span>{escape(sentence)}</span></li>'
             for word, tone, sentence in block.items
         )
         return f'<ul class="lines">{items}</ul>'
     if isinstance(block, Strips):
         return _strips(block)
     if isinstance(block, Code):
-        return f"<pre>{_text(block.text)}</pre>"
-    items = "".join(f"<dt>{_text(k)}</dt><dd>{_text(v)}</dd>" for k, v in block.items)
+        return f"<pre>{escape(block.text)}</pre>"
+    items = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in block.items)
     return f'<dl class="glossary">{items}</dl>'
 
 
 def _figure(chart: Chart) -> str:
-    caption = f"<figcaption>{_text(chart.caption)}</figcaption>" if chart.caption else ""
-    return f'<figure class="chart"><h3>{_text(chart.title)}</h3>{caption}{chart.svg}</figure>'
+    caption = f"<figcaption>{escape(chart.caption)}</figcaption>" if chart.caption else ""
+    return f'<figure class="chart"><h3>{escape(chart.title)}</h3>{caption}{chart.svg}</figure>'
 
 
 def _card(card: Card) -> str:
-    measured = "".join(f"<li>{_text(m)}</li>" for m in card.measured)
+    measured = "".join(f"<li>{escape(m)}</li>" for m in card.measured)
     measured = f"<ul>{measured}</ul>" if measured else ""
-    return f"""<article class="claim {card.tone}"><header><span class="badge">{_text(card.badge)}</span>
-<span class="source">{_text(card.source)}</span></header><h3>{_text(card.statement)}</h3>{measured}
-<p class="rule">Rule: {_text(card.rule)}</p></article>"""
+    return f"""<article class="claim {card.tone}"><header><span class="badge">{escape(card.badge)}</span>
+<span class="source">{escape(card.source)}</span></header><h3>{escape(card.statement)}</h3>{measured}
+<p class="rule">Rule: {escape(card.rule)}</p></article>"""
 
 
 def _table(table: Table, section: Section) -> str:
@@ -339,28 +318,28 @@ def _table(table: Table, section: Section) -> str:
         return "words" if n in table.words else "num"
 
     head = "".join(
-        f'<th scope="col" class="{classes(n)}">{_text(name)}{f"<small>{_text(note)}</small>" if note else ""}</th>'
+        f'<th scope="col" class="{classes(n)}">{escape(name)}{f"<small>{escape(note)}</small>" if note else ""}</th>'
         for n, (name, note) in enumerate(table.columns)
     )
     rows = []
     for row in table.rows:
         if row.heading:
-            rows.append(f'<tr class="group"><td colspan="{len(table.columns)}">{_text(row.heading)}</td></tr>')
+            rows.append(f'<tr class="group"><td colspan="{len(table.columns)}">{escape(row.heading)}</td></tr>')
             continue
         cells = []
         for n, cell in enumerate(row.cells):
             tone = f' class="tone-{cell.tone}"' if cell.tone else ""
-            note = f"<small>{_text(cell.note)}</small>" if cell.note else ""
+            note = f"<small>{escape(cell.note)}</small>" if cell.note else ""
             # A row that failed says so across what it could not fill.
             span = len(table.columns) - len(row.cells) + 1 if n == len(row.cells) - 1 else 1
             wide = f' colspan="{span}"' if span > 1 else ""
             kind = "words" if span > 1 else classes(n)
-            cells.append(f'<td class="{kind}"{wide}><span{tone}>{_text(cell.text)}</span>{note}</td>')
+            cells.append(f'<td class="{kind}"{wide}><span{tone}>{escape(cell.text)}</span>{note}</td>')
         first = ' class="first"' if row.first else ""
         rows.append(f"<tr{first}>{''.join(cells)}</tr>")
-    title = f'<h3 class="table-title">{_text(table.title)}</h3>' if table.title else ""
-    note = f'<p class="table-note">{_text(table.note)}</p>' if table.note else ""
-    label = _text(table.title or section.title)
+    title = f'<h3 class="table-title">{escape(table.title)}</h3>' if table.title else ""
+    note = f'<p class="table-note">{escape(table.note)}</p>' if table.note else ""
+    label = escape(table.title or section.title)
     narrow = " narrow" if table.narrow else ""
     return (
         f'{title}<div class="scroll{narrow}" tabindex="0" role="region" aria-label="{label}"><table class="data">'
@@ -369,19 +348,15 @@ def _table(table: Table, section: Section) -> str:
 
 
 def _strips(block: Strips) -> str:
-    heads = "".join(f'<div class="caption">{_text(c)}</div>' for c in block.captions)
+    heads = "".join(f'<div class="caption">{escape(c)}</div>' for c in block.captions)
     rows = "".join(
-        f'<div class="name">{_text(label)}<small class="tone-soft">{_text(small)}</small></div>{"".join(clips)}'
+        f'<div class="name">{escape(label)}<small class="tone-soft">{escape(small)}</small></div>{"".join(clips)}'
         for label, small, clips in block.rows
     )
     return (
         '<div class="bar"><label><input type="checkbox" id="pause"> Pause</label></div>'
         f'<div class="strips" style="--columns:{len(block.captions)}"><div class="corner"></div>{heads}{rows}</div>'
     )
-
-
-def _text(value: str) -> str:
-    return html.escape(value, quote=True)
 
 
 def clip_html(data: bytes, kind: str, frames: int, height: int, width: int, label: str, *, pixels: bool) -> str:
@@ -392,7 +367,7 @@ def clip_html(data: bytes, kind: str, frames: int, height: int, width: int, labe
         f"--n:{frames};--d:{seconds:.2f}s;--a:{width}/{height};"
         f"--i:url(data:{kind};base64,{base64.b64encode(data).decode()})"
     )
-    return f'<div class="{classes}" role="img" aria-label="{_text(label)}" style="{style}"></div>'
+    return f'<div class="{classes}" role="img" aria-label="{escape(label)}" style="{style}"></div>'
 
 
 # ---------------------------------------------------------------- Markdown

@@ -17,6 +17,11 @@ from ddrl_jax.diffusion.process import Process
 from ddrl_jax.rl.advantages import group_advantages
 
 
+def optimality(advantages: chex.Array, adv_clip: float) -> chex.Array:
+    """Optimality probability r = 1/2 + clip(A/adv_clip, -1, 1)/2 in [0,1], from advantages of any shape."""
+    return 0.5 + 0.5 * jnp.clip(advantages / adv_clip, -1.0, 1.0)
+
+
 def nft_loss(
     params: Any,
     x0: chex.Array,
@@ -96,8 +101,7 @@ def nft_loss(
     if group_size is None:
         r_B = jnp.clip(jnp.where(finite_B, rewards, 0.5), 0.0, 1.0)
     else:
-        advantages = group_advantages(rewards, group_size)
-        r_B = 0.5 + 0.5 * jnp.clip(advantages / adv_clip, -1.0, 1.0)
+        r_B = optimality(group_advantages(rewards, group_size), adv_clip)
 
     if sigma is not None:
         draws = sigma.shape[0]
