@@ -462,9 +462,10 @@ def _changes(run: Run) -> str:
     before, after = (v if isinstance(v, dict) else {} for v in (before, after))
     named = {c.name for c in changes}
     extra = [
-        Change(str(k), str(k).replace("_", " "), "other", "", None, None, None, None)
-        for k in (*before, *(k for k in after if k not in before))
-        if k not in named
+        Change(str(k), str(k).removeprefix("image/").replace("_", " "), "other", "", None, None, None, None)
+        for k in dict.fromkeys((*before, *after))
+        # A statistic that these clips do not have (grey ones no saturation) is no row.
+        if k not in named and not (str(k).startswith("image/") and before.get(k) is None and after.get(k) is None)
     ]
     if not changes and not extra:
         return _empty("Nothing to compare yet: the means come with the evaluation after training.")

@@ -83,7 +83,7 @@ class Ocr:
         threads = {f"EngineConfig.onnxruntime.{kind}_op_num_threads": 1 for kind in ("intra", "inter")}
         # Narrowest input of 48 x 48: pictures are not padded to the 320 columns of a line of text, half the time.
         shape = {"Rec.rec_img_shape": [3, _ROWS, _ROWS]}
-        self._engine = RapidOCR(params={**threads, **shape, "Global.log_level": "error", "Global.text_score": 0.0})
+        self._engine: Any = RapidOCR(params={**threads, **shape, "Global.log_level": "error", "Global.text_score": 0.0})
 
     def read(self, picture_HW3: np.ndarray) -> tuple[str, float]:
         """The text of one uint8 picture and the recogniser's confidence in it."""
