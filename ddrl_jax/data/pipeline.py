@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+import math
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import grain
@@ -21,6 +23,7 @@ import numpy as np
 from ddrl_jax.data import digits
 
 _PROMPT_SEED = 90
+_BUCKET_STREAM, _MASK_STREAM = 1, 2  # of random numbers, so that one seed serves both
 
 
 class ClipSource(Protocol):
@@ -33,6 +36,14 @@ class ClipSource(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, Any]: ...
+
+
+class BucketedSource(ClipSource, Protocol):
+    """Clips of several shapes, such as `latent_cache.LatentCache`: only those of one bucket can be in a batch."""
+
+    @property
+    def buckets(self) -> Mapping[Any, np.ndarray]:
+        """{shape: indices of its clips, int64 (n,)}; together every clip once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +122,85 @@ def clip_batches(
     if len(source) == 0:
         raise ValueError("source has 0 clips: at least 1 is needed")
     return _index_batches(len(source), batch_size, seed, process_index, process_count).map(source.batch)
+
+
+def _bucket_of(n: int, sizes: Sequence[int], offsets: Sequence[int]) -> tuple[int, int]:
+    """(bucket of batch n, how many batches before n are of that bucket).
+
+    The first bucket takes evenly spaced batches, in proportion to its size; the next one does the same with what the
+    first leaves over, and so on. Integers throughout, so that it is exact for every n.
+    """
+    left = sum(sizes)
+    for bucket, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
+        before = (n * size + offset) // left
+        if ((n + 1) * size + offset) // left > before:
+            return bucket, before
+        n, left = n - before, left - size
+    raise AssertionError("the last bucket takes what is left")
+
+
+def bucketed_batches(
+    source: BucketedSource, batch_size: int, seed: int, process_index: int = 0, process_count: int = 1
+) -> grain.MapDataset:
+    """Shuffled batches without end, each of clips of one shape.
+
+    Buckets take turns in proportion to their sizes, as evenly spaced as can be from a start drawn from the seed, so
+    that over time every clip is seen equally often. Within a bucket there is a fresh shuffle each pass and no seam
+    between passes; a bucket of fewer clips than a batch repeats them.
+
+    Args:
+      source: the clips.
+      batch_size: rows of the global batch; a multiple of process_count.
+      seed: of the order, in 0 .. 2**32 - 1.
+      process_index, process_count: which rows of the global batch to return. All processes see the same bucket.
+
+    Returns:
+      A MapDataset; element n is `source.batch` of this process's part of batch n, a pure function of (seed, n).
+
+    Raises:
+      ValueError: batch_size, process_index or process_count do not fit, or the source is empty.
+    """
+    _check_split("batch_size", batch_size, process_index, process_count)
+    buckets = [np.asarray(index_N, np.int64) for _, index_N in sorted(source.buckets.items()) if len(index_N)]
+    if not buckets:
+        raise ValueError("source has 0 clips: at least 1 is needed")
+    rng = np.random.Generator(np.random.PCG64([_BUCKET_STREAM, seed]))
+    sizes = [len(index_N) for index_N in buckets]
+    offsets = [int(rng.integers(sum(sizes[b:]))) for b in range(len(sizes))]
+    orders = [
+        _index_batches(size, batch_size, int(rng.integers(2**32)), process_index, process_count) for size in sizes
+    ]
+
+    def batch(n: int) -> dict[str, Any]:
+        bucket, position = _bucket_of(int(n), sizes, offsets)
+        return source.batch(buckets[bucket][orders[bucket][position]])
+
+    return grain.MapDataset.range(sys.maxsize).map(batch)
+
+
+def image_to_video_mask(seed: int, n: int, batch_size: int, ratio: float = 0.5) -> np.ndarray:
+    """Which conditions of global batch n begin with a given frame (I2V), the others being text alone: bool (B,).
+
+    A pure function of its arguments. ratio * batch_size of them do; where that is no whole number, one more does with
+    the probability of the rest, drawn anew for each n. Which ones is drawn as well.
+
+    Args:
+      seed: 0 or more.
+      n: number of the batch.
+      batch_size: conditions of the global batch; a process takes its rows of the mask.
+      ratio: in [0,1].
+
+    Raises:
+      ValueError: ratio outside [0,1], batch_size below 1.
+    """
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"ratio = {ratio}: must be in [0,1]")
+    if batch_size < 1:
+        raise ValueError(f"batch_size = {batch_size}: must be at least 1")
+    rng = np.random.Generator(np.random.PCG64([_MASK_STREAM, seed, n]))
+    whole = math.floor(ratio * batch_size)
+    count = whole + int(rng.random() < ratio * batch_size - whole)
+    return rng.permutation(batch_size) < count
 
 
 def _columns(rows: Sequence[tuple[int, int, str]]) -> dict[str, Any]:
