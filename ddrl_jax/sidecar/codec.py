@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
+
+
+class Codec(Protocol):
+    """What makes video of latents."""
+
+    def decode(self, latents_BCTHW: np.ndarray) -> np.ndarray:
+        """Latents (B, C, t, h, w) -> video (B, 3 or 1, T, H, W), float32, not clipped; ValueError if they do not fit.
+        The same latents give the same video whatever else is in the batch."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +49,44 @@ class Identity:
         return latents_BCTHW.astype(np.float32)
 
 
-Codec = Unshuffle | Identity
+@dataclass(frozen=True)
+class Wan:
+    """A Wan2.1 autoencoder's decoder.
 
-_FIELDS: dict[str, dict[str, Callable[[str], float]]] = {
+    Attributes:
+      network: a `wan_vae.WanDecoder`.
+      tile: latent rows and columns of the squares that a frame is decoded in; 0: whole frames.
+    """
+
+    network: Any
+    tile: int = 0
+
+    def decode(self, latents_BCTHW: np.ndarray) -> np.ndarray:
+        """Latents (B, 16, t, h, w) -> video (B, 3, 1 + 4(t-1), 8h, 8w), float32, not clipped; one clip at a time."""
+        return self.network.decode(latents_BCTHW, self.tile)
+
+
+_FIELDS: dict[str, dict[str, Callable[[str], Any]]] = {
     "identity": {},
     "unshuffle": {"factor": int, "mean": float, "std": float},
+    "wan": {"path": str, "dtype": str, "tile": int},
 }
 
 
-def parse_codec(text: str) -> Codec:
-    """`identity` or `unshuffle:factor=2,mean=-0.7,std=0.6`. Raises ValueError in one line."""
+def parse_codec(text: str, device: str = "cpu") -> Codec:
+    """The codec of `--codec`, ready to use. Raises ValueError in one line.
+
+    Args:
+      text: `identity`, `unshuffle:factor=2,mean=-0.7,std=0.6` or
+        `wan:path=FILE_OR_FOLDER,dtype=float32|bfloat16,tile=N` (only the path is needed; it may hold "=" and ",", but
+        not the beginning of another option, as ",tile=").
+      device: where a network runs, as torch names it.
+    """
     name, _, rest = text.partition(":")
     if name not in _FIELDS:
         raise ValueError(f"codec: {text!r}; one of {', '.join(_FIELDS)} is needed")
-    known, values = _FIELDS[name], {}
-    for part in filter(None, rest.split(",")):
+    known, values = _FIELDS[name], dict[str, Any]()
+    for part in filter(None, re.split(r",(?=(?:path|dtype|tile)=)" if name == "wan" else ",", rest)):
         key, _, value = part.partition("=")
         if key not in known:
             raise ValueError(f"codec: {name} has no option {key!r}; it has {', '.join(known) or 'none'}")
@@ -63,11 +96,30 @@ def parse_codec(text: str) -> Codec:
             raise ValueError(f"codec: {key}={value!r} is not a number of type {known[key].__name__}") from None
     if name == "identity":
         return Identity()
+    if name == "wan":
+        return _wan(text, device, **values)
     if values.get("factor", 0) < 1:
         raise ValueError(f"codec: {text!r}; unshuffle needs factor=N with N at least 1")
     if not np.isfinite(values.get("mean", 0.0)) or not 0 < values.get("std", 1.0) < np.inf:
         raise ValueError(f"codec: {text!r}; mean must be finite, std finite and above 0")
-    return Unshuffle(**values)  # type: ignore[arg-type]
+    return Unshuffle(**values)
+
+
+def _wan(text: str, device: str, path: str = "", dtype: str = "float32", tile: int = 0) -> Wan:
+    if not path:
+        raise ValueError(f"codec: {text!r}; wan needs path=FILE_OR_FOLDER")
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"codec: dtype={dtype!r}; float32 or bfloat16 is needed")
+    if tile < 0:
+        raise ValueError(f"codec: tile={tile}; 0 (none) or a number of latent rows and columns is needed")
+    import torch  # here: the other codecs, and whoever only reads the option, need none
+
+    from . import wan_vae
+
+    try:
+        return Wan(wan_vae.load(path, device=device, dtype=getattr(torch, dtype)), tile)
+    except ValueError as error:
+        raise ValueError(f"codec: {error}") from error
 
 
 def to_video(array: np.ndarray, media_type: str, codec: Codec) -> np.ndarray:
