@@ -7,14 +7,18 @@ from .client import RewardClient, Scores, Ticket
 from .environment import ConfigurationFault, check_environment, train_scorer
 from .mixing import gated, passes_gates, total_reward, weighted_names
 from .sidecar import Sidecar, launch
+from .text import SidecarText, TextUnavailable, embed_captions
 
 __all__ = [
     "ConfigurationFault",
     "RewardClient",
     "Scores",
     "Sidecar",
+    "SidecarText",
+    "TextUnavailable",
     "Ticket",
     "check_environment",
+    "embed_captions",
     "gated",
     "launch",
     "passes_gates",

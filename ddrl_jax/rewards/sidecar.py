@@ -31,11 +31,16 @@ def launch(
     weights_dir: str | os.PathLike[str] = "",
     *,
     codec: str = "identity",
+    text_encoder: str | os.PathLike[str] = "",
+    text_tokenizer: str | os.PathLike[str] = "",
+    text_length: int = 512,
+    text_strategy: str = "full_concat",
+    text_dtype: str = "bfloat16",
     port: int = 0,
     log_path: str | os.PathLike[str] = "",
     device: str = "cpu",
     threads: int = 1,
-    startup_s: float = 180.0,
+    startup_s: float = 600.0,
     max_relaunches: int = 3,
 ) -> Sidecar:
     """Starts a server on this machine and waits until it answers.
@@ -46,6 +51,10 @@ def launch(
       scorers: names or FILE.py:Class; of a mapping the keys, reduced to scorers ("digits/overall" is "digits").
       weights_dir: where the scorers load their weights from.
       codec: how latents become video, e.g. "unshuffle:factor=2,mean=-0.7,std=0.6".
+      text_encoder: folder of a Qwen2.5-VL text tower, to embed captions with as well (see `text`); "": none.
+      text_tokenizer: folder of its tokenizer; "": the tower's.
+      text_length, text_strategy, text_dtype: tokens a caption, how hidden states become features, and what the tower
+        computes in.
       port: 0 takes a free one, and another after a relaunch.
       log_path: the server's log, appended to; "" keeps it in a temporary file.
       device, threads: of torch.
@@ -57,7 +66,7 @@ def launch(
         no such scorer.
     """
     names = list(dict.fromkeys(n if ".py:" in n else scorer_of(n) for n in scorers))
-    if not names:
+    if not names and not text_encoder:
         raise ConfigurationFault("reward.scorers: empty; name one, such as 'digits'")
     built = next((n for n in names if ".py:" not in n), "digits")
     python = interpreter(env, built)
@@ -65,6 +74,9 @@ def launch(
     for name in names:
         command += ["--scorer", name]
     command += ["--codec", codec, "--port", str(port), "--token-env", _TOKEN_VARIABLE]
+    if text_encoder:
+        command += ["--text-encoder", os.fspath(text_encoder), "--text-tokenizer", os.fspath(text_tokenizer)]
+        command += ["--text-length", str(text_length), "--text-strategy", text_strategy, "--text-dtype", text_dtype]
     command += ["--device", device, "--threads", str(threads), "--parent-pid", str(os.getpid())]
     command += ["--grace", "4"]
     sidecar = Sidecar(command, child_environment(env), os.fspath(log_path), startup_s, max_relaunches)

@@ -20,6 +20,8 @@ FALLBACK = (
     "numpy>=2.1",
     "pydantic>=2.10",
     "safetensors>=0.5",
+    "tokenizers>=0.22",
+    "transformers>=5",
 )
 # What scorers need beside it. The two OCR engines are light and share an environment: one is the other's judge.
 _OCR = ("rapidocr==3.10.0", "ddddocr==1.6.1", "onnxruntime>=1.20")

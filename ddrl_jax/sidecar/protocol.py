@@ -3,10 +3,12 @@
     POST /api/reward/enqueue   JSON line + b"\\n" + np.save bytes         -> {"uuid", "replica_id"?}
     POST /api/reward/pull      form: uuid, type                         -> 200 scores | 400 pending | 422 failed | 404
     POST /api/reward/ping      form: info_data                          -> 200
+    POST /api/text/embed       JSON {"captions": [...]}                -> np.save bytes, (N, S, C) (ours only)
     GET  /health                                                        -> 200 (ours only)
 
 Arrays: "latent" (B,C,T,h,w), normalised; "video" (B,C,T,H,W) in [0,255]; "image" (B,H,W,C) in [0,255].
-A uint8 latent array holds the bytes of bfloat16, its last axis doubled.
+A uint8 latent array holds the bytes of bfloat16, its last axis doubled. Text features are float32, or uint16 that holds
+the bits of bfloat16; the headers X-DDRL-Dtype and X-DDRL-Shape say the same.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ ENQUEUE = "/api/reward/enqueue"
 PULL = "/api/reward/pull"
 PING = "/api/reward/ping"
 HEALTH = "/health"
+TEXT = "/api/text/embed"
+DTYPE_HEADER = "X-DDRL-Dtype"  # float32 or bfloat16
+SHAPE_HEADER = "X-DDRL-Shape"  # N,S,C
 
 REPLICA_HEADER = "X-Lepton-Replica-Target"  # cosmos-rl's clients pin a pull to the replica of its enqueue
 
@@ -53,6 +58,8 @@ class Limits:
     queue_bytes: int = 4 << 30  # of the arrays of those requests
     results: int = 512  # finished requests whose scores are kept for the client
     result_seconds: float = 3600.0
+    captions: int = 8  # of one text request: at Cosmos' sizes the features of each are 103 MB
+    caption_chars: int = 1 << 16
 
 
 class EnqueueHeader(BaseModel):
@@ -179,6 +186,26 @@ def _parse_array(body: bytes | bytearray, start: int, media_type: str, limits: L
             f"array: {media_type} values from {array.min():.4g} to {array.max():.4g}; [0, 255] is needed"
         )
     return array
+
+
+def decode_captions(body: bytes | bytearray, limits: Limits) -> list[str]:
+    """The captions of a text request. Raises ProtocolError, in one line, for anything else."""
+    try:
+        captions = json.loads(body)["captions"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        raise ProtocolError('body: a JSON object {"captions": [...]} is needed') from None
+    if not isinstance(captions, list) or not captions or not all(isinstance(c, str) for c in captions):
+        raise ProtocolError("captions: a list of at least one text is needed")
+    if len(captions) > limits.captions:
+        raise ProtocolError(f"captions: {len(captions)} of them; at most {limits.captions} a request", 413)
+    longest = max(map(len, captions))
+    if longest > limits.caption_chars:
+        raise ProtocolError(f"captions: one has {longest} characters; at most {limits.caption_chars}", 413)
+    try:
+        "".join(captions).encode()
+    except UnicodeEncodeError:
+        raise ProtocolError("captions: one holds half a surrogate pair, which is no character") from None
+    return captions
 
 
 def _in_0_255(array: np.ndarray) -> bool:

@@ -11,18 +11,34 @@ import signal
 import socket
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI, Form, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from .protocol import ENQUEUE, HEALTH, PING, PULL, Limits, ProtocolError, decode_request, one_line
+from .protocol import (
+    DTYPE_HEADER,
+    ENQUEUE,
+    HEALTH,
+    PING,
+    PULL,
+    SHAPE_HEADER,
+    TEXT,
+    Limits,
+    ProtocolError,
+    decode_captions,
+    decode_request,
+    one_line,
+)
 from .worker import QueueFullError, Worker
+
+if TYPE_CHECKING:
+    from .text import TextWorker
 
 log = logging.getLogger("ddrl_jax.sidecar")
 
@@ -34,7 +50,14 @@ class Draining:
         self.on = False
 
 
-def make_app(worker: Worker, limits: Limits, token: str, draining: Draining, replica_id: str = "") -> FastAPI:
+def make_app(
+    worker: Worker,
+    limits: Limits,
+    token: str,
+    draining: Draining,
+    replica_id: str = "",
+    text: TextWorker | None = None,
+) -> FastAPI:
     """The application. An empty token means that anyone who reaches the port may ask."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     expected = f"Bearer {token}".encode()
@@ -65,20 +88,25 @@ def make_app(worker: Worker, limits: Limits, token: str, draining: Draining, rep
             return refuse(request, 401, "token: missing or wrong; send Authorization: Bearer TOKEN")
         return await call_next(request)
 
+    async def read(request: Request, most: int) -> bytearray:
+        """The body. Raises ProtocolError as soon as it is known to be larger than `most` bytes."""
+        too_large = ProtocolError(f"body: larger than the limit of {most} bytes", 413)
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) > most:
+            raise too_large
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > most:
+                raise too_large
+        return body
+
     @app.post(ENQUEUE)
     async def enqueue(request: Request) -> JSONResponse:
         if draining.on:
             return refuse(request, 503, "server: stopping, takes nothing new")
-        too_large = f"body: larger than the limit of {limits.body_bytes} bytes"
-        length = request.headers.get("content-length", "")
-        if length.isdigit() and int(length) > limits.body_bytes:
-            return refuse(request, 413, too_large)
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limits.body_bytes:
-                return refuse(request, 413, too_large)
         try:
+            body = await read(request, limits.body_bytes)
             header, array = await run_in_threadpool(decode_request, body, limits)
             uuid = worker.add(header, array)
         except QueueFullError as error:
@@ -100,6 +128,27 @@ def make_app(worker: Worker, limits: Limits, token: str, draining: Draining, rep
         # Pending is not worth a line; a failed task has one already, without the reason: that may quote prompts.
         return JSONResponse(answer, status)
 
+    @app.post(TEXT)
+    async def embed(request: Request) -> Response:
+        if text is None:
+            return refuse(request, 404, "text: this server has no text encoder; start it with --text-encoder FOLDER")
+        if draining.on:
+            return refuse(request, 503, "server: stopping, takes nothing new")
+        try:
+            captions = decode_captions(await read(request, limits.json_bytes), limits)
+            content = await asyncio.wrap_future(text.add(captions))
+        except QueueFullError as error:
+            return refuse(request, 429, str(error), **{"Retry-After": "1"})
+        except ProtocolError as error:
+            return refuse(request, error.status, str(error))
+        except Exception as error:  # the tower's own: no memory on its device, say
+            log.error("text: %s", type(error).__name__)
+            return JSONResponse({"message": one_line(f"text: {type(error).__name__}: {error}")}, 500)
+        encoder = text.encoder
+        shape = f"{len(captions)},{encoder.length},{encoder.dim}"
+        headers = {DTYPE_HEADER: encoder.dtype, SHAPE_HEADER: shape}
+        return Response(content, media_type="application/octet-stream", headers=headers)
+
     @app.post(PING)
     async def ping(info_data: str = Form(...)) -> dict[str, str]:
         return {"message": "Ping request received"}
@@ -112,6 +161,7 @@ def make_app(worker: Worker, limits: Limits, token: str, draining: Draining, rep
             "pending": worker.pending,
             "scored": worker.scored,
             "failed": worker.failed,
+            "text_encoder": text.account if text is not None else None,
         }
 
     return app
@@ -120,9 +170,11 @@ def make_app(worker: Worker, limits: Limits, token: str, draining: Draining, rep
 class _Server(uvicorn.Server):
     """uvicorn, but the first SIGTERM or SIGINT lets the queue run empty; the second stops at once."""
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, draining: Draining, grace: float):
+    def __init__(
+        self, config: uvicorn.Config, worker: Worker, draining: Draining, grace: float, text: TextWorker | None
+    ):
         super().__init__(config)
-        self.worker, self.draining, self.grace = worker, draining, grace
+        self.worker, self.draining, self.grace, self.text = worker, draining, grace, text
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         if self.draining.on:
@@ -133,7 +185,10 @@ class _Server(uvicorn.Server):
         threading.Thread(target=self._drain_then_exit, daemon=True).start()
 
     def _drain_then_exit(self) -> None:
+        end = time.monotonic() + self.grace
         self.worker.drain(self.grace)
+        if self.text is not None:
+            self.text.drain(end - time.monotonic())
         self.should_exit = True
 
 
@@ -196,12 +251,13 @@ def serve(
     ready_file: str = "",
     replica_id: str = "",
     grace: float = 30.0,
+    text: TextWorker | None = None,
 ) -> None:
     """Answers until SIGTERM. Once it does, prints one JSON line: host, port, pid, scorers (also to `ready_file`)."""
     draining = Draining()
-    app = make_app(worker, limits, token, draining, replica_id)
+    app = make_app(worker, limits, token, draining, replica_id, text)
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=5)
-    server = _Server(config, worker, draining, grace)
+    server = _Server(config, worker, draining, grace, text)
     host, port = sock.getsockname()[:2]
     ready = {"host": host, "port": port, "pid": os.getpid(), "scorers": list(worker.scorers)}
 
