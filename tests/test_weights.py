@@ -1,12 +1,13 @@
 """Import and export of weights: bits, names, errors. That the numbers mean the right thing is test_cosmos_dit's."""
 
-import collections
 import dataclasses
-import io
+import gc
 import json
-import pickle
+import os
 import shutil
-import zipfile
+import subprocess
+import sys
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +16,13 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from ddrl_jax.checkpoint import load_pretrained, save_pretrained
+from ddrl_jax.checkpoint import cosmos_names, load_pretrained, safetensors_files, save_pretrained
 from ddrl_jax.models import CosmosDiT, CosmosDiTConfig
 from ddrl_jax.parallel.mesh import make_mesh
 from tests.paths import GOLDEN
 
 FOLDER = GOLDEN / "cosmos_dit"
 OFFICIAL, DIFFUSERS = FOLDER / "official.safetensors", FOLDER / "diffusers"
-WRAPPED = FOLDER / "official_wrapped_net_and_net_ema_bf16.pt"
 
 
 def same_bits(a, b):
@@ -140,40 +140,113 @@ def test_onto_a_mesh():
     assert kernel.addressable_shards[0].data.size * 4 == kernel.size
 
 
-# ---- torch files -----------------------------------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_torch_file_equals_safetensors():
-    same_params(load_pretrained(FOLDER / "official_flat.pt")[1], load_pretrained(OFFICIAL)[1])
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """An official bfloat16 file of 61 million parameters, written a tensor at a time: (file, config)."""
+    config = CosmosDiTConfig(width=1024, depth=4, heads=8, adaln_rank=64, context_in=512, context_dim=256)
+    abstract = nnx.split(nnx.eval_shape(lambda: CosmosDiT(config, rngs=nnx.Rngs(0))))[1]
+    shapes = {".".join(map(str, key)): leaf.shape for key, leaf in nnx.to_flat_state(abstract)}
+    table = cosmos_names.entries(config, "official")
+    specs = [
+        safetensors_files.Spec(name, jnp.dtype("bfloat16"), entry.file_shape(shapes[entry.ours]))
+        for entry in table
+        for name in entry.names
+    ]
+    file = tmp_path_factory.mktemp("large") / "model.safetensors"
+    tensors = (np.full(spec.shape, i, np.float32).astype(spec.dtype) for i, spec in enumerate(specs))
+    safetensors_files.write_file(file, specs, tensors)
+    yield file, shapes
+    file.unlink()
 
 
-def test_ema_is_chosen_by_the_option():
-    raw, ema = load_pretrained(WRAPPED)[1], load_pretrained(WRAPPED, which="ema")[1]
-    same_params(raw, load_pretrained(FOLDER / "official_flat_bf16.pt")[1])
-    assert not any(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(raw), jax.tree.leaves(ema), strict=True))
+def traced(call):
+    """(result, most bytes that numpy held at a time meanwhile)."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        result = call()
+        return result, tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
 
 
-class Evil:
-    def __reduce__(self):
-        return exec, ("raise SystemExit('code of the file ran')",)
+def test_the_host_never_holds_much_of_it(large, tmp_path, monkeypatch):
+    """Numpy's allocations are traced, mapped pages and XLA's are not; CPU devices are made to copy as others do, not to
+    adopt numpy's memory, so what is traced is what a host with accelerators needs beside them."""
+    file, shapes = large
+    monkeypatch.setattr(jax, "device_put", lambda cut, device: jnp.array(cut, device=device))
+    whole = max(4 * int(np.prod(shape)) for shape in shapes.values())
+    tensor = whole // 4  # of the 4 blocks
+    for replica, fsdp in ((1, 8), (4, 2)):
+        mesh = make_mesh(replica=replica, fsdp=fsdp)
+        (graphdef, params), peak = traced(lambda mesh=mesh: load_pretrained(file, mesh=mesh))
+        total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        assert total > 200e6
+        # What the issue asks, and more: a device's part of one parameter at a time, and the one before it, which JAX
+        # lets go of a call later.
+        assert peak < total / fsdp + tensor
+        assert 0.9 * whole / fsdp < peak < 2.2 * whole / fsdp
+    _, peak = traced(lambda: save_pretrained(tmp_path / "out", graphdef, params, layout="diffusers", dtype="bfloat16"))
+    # A block's row as it comes, and rounded; the whole parameter would be four rows.
+    assert 0.9 * tensor < peak < 2.2 * tensor
+    again = safetensors_files.read(tmp_path / "out")
+    first = safetensors_files.read(file)
+    for name in ("patch_embed.proj.weight", "transformer_blocks.3.ff.net.2.weight"):
+        theirs = {"patch": "net.x_embedder.proj.1.weight", "trans": "net.blocks.3.mlp.layer2.weight"}[name[:5]]
+        assert again[name].tobytes() == first[theirs].tobytes()
 
 
-def test_a_torch_file_runs_no_code(tmp_path):
-    stream = io.BytesIO()
-    pickle.dump({"net.x": Evil(), "model": collections.OrderedDict(a=Evil())}, stream)
-    with zipfile.ZipFile(tmp_path / "evil.pt", "w") as archive:
-        archive.writestr("evil/data.pkl", stream.getvalue())
-    with pytest.raises(ValueError, match=r"no names net\.\*"):
-        load_pretrained(tmp_path / "evil.pt")
+# ---- diffusers -------------------------------------------------------------------------------------------------------
+
+TWIN = """
+import sys, types
+import numpy as np, torch
+stub = types.SimpleNamespace(
+    functional=types.SimpleNamespace(
+        resize=lambda x, size, interpolation: torch.nn.functional.interpolate(x, size, mode="nearest")
+    ),
+    InterpolationMode=types.SimpleNamespace(NEAREST=0),
+)
+import diffusers.models.transformers.transformer_cosmos as cosmos
+cosmos.transforms = stub
+folder, inputs, out = sys.argv[1:]
+model, info = cosmos.CosmosTransformer3DModel.from_pretrained(folder, output_loading_info=True)
+assert not any(info.values()), info
+assert type(model).__name__ == "CosmosTransformer3DModel"
+for name, module in model.named_modules():
+    if name.endswith(("norm_q", "norm_k")):
+        module.eps = 1e-6  # diffusers builds these with 1e-5; the checkpoints mean 1e-6
+x, t, context, condition, padding = (torch.from_numpy(v) for v in np.load(inputs).values())
+rows = []
+with torch.no_grad():
+    for i in range(len(x)):  # its padding mask has batch 1
+        cut = slice(i, i + 1)
+        rows.append(model(x[cut], t[cut], context[cut], condition_mask=condition[cut], padding_mask=padding[cut])[0])
+np.save(out, torch.cat(rows).numpy())
+"""
 
 
-def test_damaged_torch_files(tmp_path):
-    whole = WRAPPED.read_bytes()
-    (tmp_path / "cut.pt").write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "text.pt").write_text("hello")
-    for name in ("cut.pt", "text.pt"):
-        with pytest.raises(ValueError, match=f"{name} is not a torch file"):
-            load_pretrained(tmp_path / name)
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 200_000])
+def test_diffusers_own_class_loads_ours(max_shard_bytes, tmp_path):
+    pytest.importorskip("diffusers", reason="the test extra installs it")
+    io = np.load(FOLDER / "io.npz")
+    keys = ("x", "timesteps_B", "context", "condition_mask", "padding_mask_pixels")
+    inputs = [io[f"video/{key}"] for key in keys]
+    model = nnx.merge(*load_pretrained(OFFICIAL))
+    ours = jax.jit(lambda *a: model(*a))(*inputs)
+    folder = tmp_path / "diffusers"
+    save_pretrained(folder, *nnx.split(model), layout="diffusers", max_shard_bytes=max_shard_bytes)
+    np.savez(tmp_path / "in.npz", *inputs)
+    command = [sys.executable, "-c", TWIN, folder, tmp_path / "in.npz", tmp_path / "out.npy"]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables)
+    assert done.returncode == 0, done.stderr[-2000:]
+    # golden/README: 3.8e-6 between the reference and diffusers, magnitude 6.3.
+    np.testing.assert_allclose(ours, np.load(tmp_path / "out.npy"), atol=3e-5, rtol=0)
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -321,8 +394,8 @@ def test_the_official_layout_cannot_say_everything(tmp_path):
     assert load_pretrained(tmp_path / "x")[0] == graphdef
 
 
-def test_only_a_cosmos_dit(tmp_path):
-    with pytest.raises(ValueError, match="Linear; only a CosmosDiT"):
+def test_only_networks_that_are_known(tmp_path):
+    with pytest.raises(ValueError, match="Linear; it must be one of CosmosDiT"):
         save_pretrained(tmp_path / "x", *nnx.split(nnx.Linear(2, 2, rngs=nnx.Rngs(0))))
 
 
@@ -351,15 +424,14 @@ def test_an_official_folder_may_have_a_config_of_another_kind(tmp_path):
     assert "_class_name is None" in error_of(tmp_path)
 
 
-def test_other_families_are_told_which_ones_there_are(tmp_path):
-    save_file({"encoder.conv1.weight": np.zeros((2, 2), np.float32)}, tmp_path / "vae.safetensors")
-    families = "only Cosmos-Predict2.5 DiTs (official or diffusers form) can be loaded today"
-    assert families in error_of(tmp_path / "vae.safetensors")
-    assert families in error_of(tmp_path)
-    (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKLWan"}')
-    for path in (tmp_path, tmp_path / "vae.safetensors"):
+def test_other_networks_are_told_which_ones_there_are(tmp_path):
+    save_file({"text_model.embeddings.weight": np.zeros((2, 2), np.float32)}, tmp_path / "clip.safetensors")
+    for path in (tmp_path / "clip.safetensors", tmp_path):
+        assert "none of the networks that can be loaded: Cosmos DiT" in error_of(path)
+    (tmp_path / "config.json").write_text('{"model_type": "clip", "vocab_size": 2}')
+    for path in (tmp_path / "clip.safetensors", tmp_path):
         message = error_of(path)
-        assert families in message and "AutoencoderKLWan" in message
+        assert 'can be loaded (its config.json says {"model_type": "clip"}): Cosmos DiT' in message
 
 
 def test_meshes_and_dtypes_that_do_not_fit():
@@ -374,8 +446,7 @@ def test_meshes_and_dtypes_that_do_not_fit():
 def test_where_weights_cannot_be_written(tmp_path):
     loaded = load_pretrained(OFFICIAL)
     for name, layout, word in (
-        ("x.pt", "official", "a .safetensors file or a folder"),
-        ("x.bin", "official", "a .safetensors file or a folder"),
+        ("x.bin", "official", "a .safetensors, .pt or .pth file or a folder"),
         ("x.pt", "diffusers", "a folder"),
         ("x.safetensors", "diffusers", "a folder"),
     ):

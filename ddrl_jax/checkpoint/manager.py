@@ -66,15 +66,18 @@ class Checkpoints:
         """(step, state) of the newest readable checkpoint, or None when there is none.
 
         `like`: a tree of arrays or ShapeDtypeStructs whose shapes, dtypes and shardings the result takes; the mesh may
-        differ from the one that saved. A checkpoint that cannot be read is reported and the one before it is taken.
-        Raises UnreadableError when there are checkpoints and none can be read. Nothing is deleted here.
+        differ from the one that saved. A leaf that is `...` is not read, and is that in the result (of a read-only
+        manager). A checkpoint that cannot be read is reported and the one before it is taken. Raises UnreadableError
+        when there are checkpoints and none can be read. Nothing is deleted here.
         """
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        abstract = jax.tree.map(lambda leaf: leaf if leaf is ... else ocp.utils.to_shape_dtype_struct(leaf), like)
+        args = ocp.args.StandardRestore(abstract)
+        if any(leaf is ... for leaf in jax.tree.leaves(abstract)):  # which the standard form, that saves, cannot do
+            args = ocp.args.PyTreeRestore(abstract, ocp.checkpoint_utils.construct_restore_args(abstract))
         steps = self.steps()
         for step in reversed(steps):
             try:
-                items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-                return step, self._manager.restore(step, args=items).state
+                return step, self._manager.restore(step, args=ocp.args.Composite(state=args)).state
             except Exception as error:  # Whatever is wrong with it, the one before may be whole.
                 self._unreadable.add(step)
                 reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

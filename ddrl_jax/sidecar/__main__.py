@@ -1,4 +1,4 @@
-"""`python -m ddrl_jax.sidecar build | serve | train`. A user's mistake ends in one line and exit code 2."""
+"""`python -m ddrl_jax.sidecar build | serve | train | convert`. A user's mistake ends in one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import sys
 
 from . import build as building
+from . import convert
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,12 +32,20 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--threads", type=int, default=1)
 
+    convert.add_arguments(sub.add_parser("convert", help="a torch file as safetensors, or the reverse"))
+
     p = sub.add_parser("serve", help="run the reward server")
-    p.add_argument("--scorer", action="append", required=True,
+    p.add_argument("--scorer", action="append", default=[],
                    help="digits, brightness or FILE.py:Class; may be repeated")  # fmt: skip
     p.add_argument("--weights", default="", help="folder that the scorers load from")
     p.add_argument("--codec", default="identity",
-                   help="identity, or unshuffle:factor=N,mean=M,std=S")  # fmt: skip
+                   help="identity, unshuffle:factor=N,mean=M,std=S, or wan:path=FILE_OR_FOLDER,tile=N")  # fmt: skip
+    p.add_argument("--text-encoder", default="", help="folder of a Qwen2.5-VL text tower: captions are embedded too")
+    p.add_argument("--text-tokenizer", default="", help="folder of its tokenizer, where that is another")
+    p.add_argument("--text-length", type=int, default=512, help="tokens a caption, filled up or cut")
+    p.add_argument("--text-strategy", default="full_concat",
+                   help="full_concat, mean_pooling or pool_every_N_layers_and_concat")  # fmt: skip
+    p.add_argument("--text-dtype", default="bfloat16", help="of the tower: bfloat16 or float32")
     p.add_argument("--host", default="127.0.0.1")
     p.add_argument("--port", type=int, default=0, help="0: any free one")
     p.add_argument("--token-env", default="", help="name of the variable that holds the bearer token")
@@ -74,6 +83,8 @@ def serve(args: argparse.Namespace) -> None:
     for name, least in (("threads", 1), ("queue", 1), ("max_body_mib", 1), ("grace", 0)):
         if not getattr(args, name) >= least:
             raise ValueError(f"{name.replace('_', '-')}: {getattr(args, name)}; must be at least {least}")
+    if not args.scorer and not args.text_encoder:
+        raise ValueError("scorer: none; name one with --scorer, such as digits, or give --text-encoder")
     token = ""
     if args.token_env:
         token = os.environ.pop(args.token_env, "")
@@ -91,7 +102,7 @@ def serve(args: argparse.Namespace) -> None:
     from .protocol import Limits
     from .scorers import load
 
-    codec = parse_codec(args.codec)
+    codec = parse_codec(args.codec, args.device)
 
     import torch
 
@@ -106,9 +117,18 @@ def serve(args: argparse.Namespace) -> None:
             raise ValueError(f"scorer: two are named {name!r}")
         scorers[name] = scorer
     limits = Limits(queue=args.queue, body_bytes=args.max_body_mib << 20)
+    text = None
+    if args.text_encoder:
+        from .text import TextEncoder, TextWorker
+
+        encoder = TextEncoder(
+            args.text_encoder, tokenizer=args.text_tokenizer, length=args.text_length, strategy=args.text_strategy,
+            dtype=args.text_dtype, device=args.device,
+        )  # fmt: skip
+        text = TextWorker(encoder, limits.queue)
     server.serve(
         sock, Worker(scorers, codec, limits), limits=limits, token=token,
-        ready_file=args.ready_file, replica_id=args.replica_id, grace=args.grace,
+        ready_file=args.ready_file, replica_id=args.replica_id, grace=args.grace, text=text,
     )  # fmt: skip
 
 
@@ -119,6 +139,8 @@ def main(argv: list[str] | None = None) -> int:
             building.build(args.scorer, args.env, args.data, args.out, args.seed, args.threads)
         elif args.command == "train":
             train(args)
+        elif args.command == "convert":
+            convert.convert(args)
         else:
             serve(args)
     except (ValueError, OSError) as error:
