@@ -11,9 +11,9 @@ import dataclasses
 import fcntl
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Protocol
 
 import jax
 import numpy as np
@@ -23,14 +23,19 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from ddrl_jax import rewards, state
-from ddrl_jax.config import PROCESS_FIELDS, RATIO_OBJECTIVES, ConfigError
+from ddrl_jax.checkpoint import load_pretrained
+from ddrl_jax.config import PROCESS_FIELDS, RATIO_OBJECTIVES, ConfigError, get
 from ddrl_jax.data import digits, source
+from ddrl_jax.data.text_cache import TextCache
 from ddrl_jax.diffusion.guidance import Denoiser, guided
 from ddrl_jax.diffusion.process import DanceSDE, EDMChurn, FlowCPS, FlowSDE
 from ddrl_jax.logbook import Logbook
 from ddrl_jax.models.cosmos_dit import CosmosDiT, CosmosDiTConfig
 from ddrl_jax.models.denoiser import CosmosDenoiser, cosmos_denoiser
+from ddrl_jax.models.lora import init_lora, merge_lora
+from ddrl_jax.models.text_encoder import TextEncoder
 from ddrl_jax.models.unshuffle import Unshuffle
+from ddrl_jax.models.wan_codec import WanCodec
 from ddrl_jax.models.word_table import WordTable
 from ddrl_jax.parallel import mesh as mesh_lib
 from ddrl_jax.rl.objective import Objective, dance_grpo, ddrl, flow_grpo
@@ -38,6 +43,7 @@ from ddrl_jax.rl.objective import Objective, dance_grpo, ddrl, flow_grpo
 PROCESSES = {"edm_churn": EDMChurn, "flow_sde": FlowSDE, "dance_sde": DanceSDE, "flow_cps": FlowCPS}
 AnyProcess = EDMChurn | FlowSDE | DanceSDE | FlowCPS
 SCORER_CLIPS = 12_000
+_LORA = 2000  # its stream of random numbers, apart from the trainer's, which count from 0
 PRESETS: dict[str, Callable[..., Objective]] = {
     "ddrl": ddrl,
     "dance_grpo": dance_grpo,
@@ -48,19 +54,33 @@ PRESETS: dict[str, Callable[..., Objective]] = {
 }
 
 
+class Text(Protocol):
+    """Captions -> features: the word table, a text tower here or in the sidecar, or a cache of its features."""
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def dim(self) -> int: ...
+
+    def embed(self, captions: Sequence[str]) -> Any:
+        """(N, S, D), float32 or bfloat16."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Setup:
     """What every mode needs. `latent_shape` is (C, T, h, w) of one sample."""
 
     mesh: Mesh
-    codec: Unshuffle
-    table: WordTable
+    codec: Unshuffle | WanCodec
+    text: Text
     denoise: CosmosDenoiser
     process: AnyProcess
     objective: Objective
     latent_shape: tuple[int, ...]
     rollout_guidance: float = 0.0
     train_guidance: float = 0.0
+    network: Callable[[Any], Any] = lambda params: params  # the trained parameters -> those of the network
 
     @property
     def rollout_denoise(self) -> Denoiser:
@@ -76,14 +96,32 @@ class Setup:
         """`denoise` under guidance against the condition without text."""
         return denoise if scale == 0 else guided(denoise, scale, self.null_cond)
 
-    def context(self, captions: list[str]) -> np.ndarray:
-        """Captions -> (N, S, D) float32 text features."""
-        return self.table.embed(captions)
+    def latents(self, clips: dict[str, Any]) -> np.ndarray:
+        """Clips of a data set -> float32 latents (N, C, T, h, w), stored or encoded now."""
+        return clips["latent"] if "latent" in clips else self.codec.encode(clips["video"])
+
+    def condition(
+        self, captions: Sequence[str], x0: jax.Array | None = None, given_G: np.ndarray | None = None
+    ) -> dict[str, Any]:
+        """The condition of this process's rows of a batch, on the devices.
+
+        Args:
+          captions: one a condition.
+          x0: clean latents (G, C, T, h, w), on the devices already, whose first frame is given where `given_G` says so.
+          given_G: bool (G,), this process's rows: which conditions are image-to-video; None: none, and no frames.
+        """
+        context = to_global(self.mesh, self.text.embed(captions))
+        if given_G is None:
+            return cond(context)
+        assert x0 is not None, "given frames are frames of something"
+        mask = np.zeros((len(given_G), 1, x0.shape[2], 1, 1), np.float32)
+        mask[given_G, :, 0] = 1.0
+        return cond(context) | {"condition_mask": to_global(self.mesh, mask), "frames": x0}
 
     @property
     def null_cond(self) -> dict[str, Any]:
         """The condition without text: zero features before the projection (specs/cosmos.md, traps)."""
-        return cond(np.zeros((1, self.table.length, self.table.dim), np.float32))
+        return cond(np.zeros((1, self.text.length, self.text.dim), np.float32))
 
 
 def cond(context: Any) -> dict[str, Any]:
@@ -91,49 +129,134 @@ def cond(context: Any) -> dict[str, Any]:
     return {"context": context, "padding_mask": None, "condition_mask": None, "frames": None}
 
 
-def build(config: ConfigDict) -> Setup:
-    """Everything but parameters, data and the sidecar. Raises `ConfigError`."""
-    try:
-        mesh = mesh_lib.make_mesh(config.mesh.replica, config.mesh.fsdp, config.mesh.context)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    shards, groups = mesh_lib.batch_shards(mesh), config.train.micro_batch // config.rollout.group_size
-    if groups % shards:
-        raise ConfigError(
-            f"config.train.micro_batch={config.train.micro_batch}: holds {groups} groups of "
-            f"{config.rollout.group_size}, which must be a multiple of the mesh's replica * fsdp = {shards}"
-        )
-    for field in ("pretrain.batch_size", "eval.chunk"):
-        section, name = field.split(".")
-        if config[section][name] % shards:
+def conditions(cond: dict[str, Any]) -> int:
+    """G, how many a condition holds."""
+    return cond["context"].shape[0]
+
+
+def build(config: ConfigDict, *, without_text: bool = False) -> Setup:
+    """Everything but the network's parameters, data and the sidecar. `without_text`: a word table stands for the text
+    tower, where no caption is embedded. Raises `ConfigError`."""
+    mesh = make_mesh(config)
+    shards = mesh_lib.batch_shards(mesh)
+    for field in ("train.micro_batch", "pretrain.batch_size", "eval.chunk"):
+        if get(config, field) % shards:
             raise ConfigError(
-                f"config.{field}={config[section][name]}: must be a multiple of the mesh's replica * fsdp = {shards}"
+                f"config.{field}={get(config, field)}: must be a multiple of the mesh's replica * fsdp = {shards}"
             )
-    codec = Unshuffle(config.codec.factor, config.codec.mean, config.codec.std)
-    data = data_set(config)
-    channels, frames, height, width = data.video_shape
-    factor = config.codec.factor
-    table = WordTable(data.vocabulary, dim=config.text.dim, length=config.text.length)
+    codec = build_codec(config, mesh)
+    sizes = {"length": config.text.length, "dim": config.text.dim}
+    text = WordTable((), **sizes) if without_text else build_text(config, mesh)
     return Setup(
         mesh=mesh,
         codec=codec,
-        table=table,
+        text=text,
         denoise=_denoiser(config, config.process.name),
         process=build_process(config),
         objective=build_objective(config),
-        latent_shape=(channels * factor**2, frames, height // factor, width // factor),
+        latent_shape=latent_shape(config),
         rollout_guidance=config.rollout.guidance,
         train_guidance=config.train.guidance,
     )
 
 
+def make_mesh(config: ConfigDict) -> Mesh:
+    """The mesh of all devices. Raises `ConfigError`."""
+    try:
+        return mesh_lib.make_mesh(config.mesh.replica, config.mesh.fsdp, config.mesh.context)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def latent_shape(config: ConfigDict) -> tuple[int, int, int, int]:
+    """(C, T, h, w) of a clip's latent, of landscape clips where both kinds are; without reading any weights."""
+    video = data_set(config).video_shape
+    if config.codec.name == "wan_vae":
+        _, T, H, W = video
+        return 16, (T - 1) // 4 + 1, H // 8, W // 8
+    return Unshuffle(config.codec.factor, config.codec.mean, config.codec.std).latent_shape(video)
+
+
+def build_codec(config: ConfigDict, mesh: Mesh) -> Unshuffle | WanCodec:
+    """Between pixels and latents."""
+    codec = config.codec
+    if codec.name == "unshuffle":
+        return Unshuffle(codec.factor, codec.mean, codec.std)
+    try:
+        graphdef, params = load_pretrained(codec.path, mesh=mesh, compute_dtype=codec.dtype)
+        return WanCodec(graphdef, params, tile=codec.tile)
+    except ValueError as error:
+        raise ConfigError(f"config.codec.path={codec.path!r}: {error}") from error
+
+
+def build_text(config: ConfigDict, mesh: Mesh) -> Text:
+    """What makes features of captions."""
+    text, size = config.text_encoder, {"length": config.text.length, "dim": config.text.dim}
+    if not text.path:
+        return WordTable(data_set(config).vocabulary, **size)
+    if text.where == "cached":
+        return text_cache(config)
+    if text.where == "sidecar":
+        return rewards.SidecarText(**size)
+    return text_tower(config, mesh)
+
+
+def text_tower(config: ConfigDict, mesh: Mesh) -> TextEncoder:
+    """The tower itself, on the devices."""
+    text = config.text_encoder
+    try:
+        graphdef, params = load_pretrained(text.path, mesh=mesh, dtype=text.dtype)
+        encoder = TextEncoder(
+            graphdef, params, text.tokenizer or text.path, length=config.text.length, strategy=text.strategy, mesh=mesh
+        )
+    except ValueError as error:
+        raise ConfigError(f"config.text_encoder.path={text.path!r}: {error}") from error
+    if encoder.dim != config.text.dim:
+        raise ConfigError(
+            f"config.text.dim={config.text.dim}: must be {encoder.dim}, the width of the tower's features with "
+            f"text_encoder.strategy={text.strategy!r}"
+        )
+    return encoder
+
+
+def check_text_files(config: ConfigDict) -> None:
+    """Raises ConfigError unless text_encoder.path holds a tokenizer and weights. Reads neither."""
+    text = config.text_encoder
+    for wanted in ("tokenizer.json", "config.json", "*.safetensors"):
+        field = "tokenizer" if wanted == "tokenizer.json" and text.tokenizer else "path"
+        if not list(Path(text[field]).glob(wanted)):
+            raise ConfigError(f"config.text_encoder.{field}={text[field]!r}: holds no {wanted}")
+
+
+def text_cache(config: ConfigDict) -> TextCache:
+    """The features of captions in data.path, and what they must be a function of."""
+    text = config.text_encoder
+    made = {"tower": Path(text.path).name, "strategy": text.strategy, "dtype": text.dtype}
+    size = {"length": config.text.length, "dim": config.text.dim}
+    return TextCache(Path(config.data.path) / "text", fingerprint=made, **size)
+
+
 def data_set(config: ConfigDict) -> source.DataSet:
     """What data.name stands for."""
-    fields = {f: config.data[f] for f in ("name", "frames", "size", "path", "limit")}
+    fields: dict[str, Any] = {f: config.data[f] for f in ("name", "frames", "size", "long_size", "path", "limit")}
+    fields |= {"heldout": config.eval.heldout_clips, "prompts": config.eval.prompts}
+    fields |= {"image_to_video": config.data.image_to_video, "fingerprint": latent_fingerprint(config)}
     try:
         return source.data_set(**fields, seed=config.seed)
     except ValueError as error:
         raise ConfigError(f"config.{error}") from error
+
+
+def latent_fingerprint(config: ConfigDict) -> dict[str, Any]:
+    """What the stored latents of videos are a function of."""
+    data = config.data
+    return {
+        "codec": Path(config.codec.path).name,
+        "frames": data.frames,
+        "size": data.size,
+        "long_size": data.long_size,
+        "fps": data.fps,
+    }
 
 
 def evaluation(config: ConfigDict, setup: Setup) -> tuple[Denoiser, AnyProcess]:
@@ -146,14 +269,14 @@ def evaluation(config: ConfigDict, setup: Setup) -> tuple[Denoiser, AnyProcess]:
 def _denoiser(config: ConfigDict, process: str) -> CosmosDenoiser:
     """The network under a process's own level: the same network serves them all."""
     level: Literal["edm", "flow"] = "edm" if process == "edm_churn" else "flow"
-    return cosmos_denoiser(_graphdef(config), use_rf_ckpts=True, level=level)
+    return cosmos_denoiser(_graphdef(config), use_rf_ckpts=config.model.use_rf_ckpts, level=level)
 
 
 def _model_config(config: ConfigDict) -> CosmosDiTConfig:
+    sizes = {k: v for k, v in config.model.items() if k not in ("checkpoint", "weights", "use_rf_ckpts")}
+    channels = 16 if config.codec.name == "wan_vae" else config.codec.factor**2
     try:
-        return CosmosDiTConfig(
-            in_channels=config.codec.factor**2, context_in=config.text.dim, param_dtype="float32", **config.model
-        )
+        return CosmosDiTConfig(in_channels=channels, context_in=config.text.dim, param_dtype="float32", **sizes)
     except ValueError as error:
         raise ConfigError(f"config.model: {error}") from error
 
@@ -162,14 +285,69 @@ def _graphdef(config: ConfigDict) -> nnx.GraphDef:
     return nnx.split(nnx.eval_shape(lambda: CosmosDiT(_model_config(config), rngs=nnx.Rngs(0))))[0]
 
 
-def init_params(config: ConfigDict, setup: Setup, key: jax.Array) -> Any:
-    """Freshly drawn parameters, float32, sharded over fsdp."""
+def abstract_params(config: ConfigDict) -> Any:
+    """Shapes and dtypes of the network's parameters."""
+    return nnx.split(nnx.eval_shape(lambda: CosmosDiT(_model_config(config), rngs=nnx.Rngs(0))))[1]
+
+
+def with_base(config: ConfigDict, setup: Setup, base: Any) -> Setup:
+    """The setup in which an adapter is trained (lora.rank) and the network is `base` with it; else the same setup."""
+    if config.lora.rank == 0:
+        return setup
+    scale = config.lora.alpha / config.lora.rank
+    return dataclasses.replace(setup, network=lambda lora: merge_lora(base, lora, scale))
+
+
+def trained_params(config: ConfigDict, base: Any) -> Any:
+    """What is trained at step 0: the network's own parameters, or a new adapter of them."""
+    lora = config.lora
+    if lora.rank == 0:
+        return base
+    key = jax.random.fold_in(jax.random.key(config.seed), _LORA)
+    try:
+        return init_lora(base, lora.rank, tuple(lora.targets), key=key)
+    except ValueError as error:
+        raise ConfigError(f"config.lora.{error}") from error
+
+
+def init_params(config: ConfigDict, setup: Setup, key: jax.Array | None) -> Any:
+    """Parameters, float32, sharded over fsdp: freshly drawn, or those of model.checkpoint."""
+    if config.model.checkpoint:
+        return _pretrained_params(config, setup)
+    assert key is not None, "without a checkpoint parameters are drawn"
 
     def init(key: jax.Array) -> Any:
         return nnx.split(CosmosDiT(_model_config(config), rngs=nnx.Rngs(key)))[1]
 
     shardings = mesh_lib.fsdp_sharding(setup.mesh, jax.eval_shape(init, key))
     return jax.jit(init, out_shardings=shardings)(key)
+
+
+def _pretrained_params(config: ConfigDict, setup: Setup) -> Any:
+    path, want = config.model.checkpoint, _model_config(config)
+    try:
+        graphdef, params = load_pretrained(path, which=config.model.weights, mesh=setup.mesh, dtype="float32")
+    except ValueError as error:
+        raise ConfigError(f"config.model.checkpoint={path!r}: {error}") from error
+    model = nnx.merge(graphdef, params)
+    if not isinstance(model, CosmosDiT):
+        raise ConfigError(f"config.model.checkpoint={path!r}: holds a {type(model).__name__}, not a Cosmos DiT")
+    fields = {"in_channels": "codec.name", "context_in": "text.dim"}
+    for field in ("in_channels", "width", "depth", "heads", "mlp_ratio", "adaln_rank", "context_in", "context_dim"):
+        ours, theirs = getattr(want, field), getattr(model.config, field)
+        if ours != theirs:
+            where = fields.get(field, f"model.{field}")
+            raise ConfigError(
+                f"config.{where}={get(config, where)!r}: gives the network {field} {ours}, but "
+                f"model.checkpoint={path!r} has {theirs}"
+            )
+    for field in ("patch", "max_grid", "rope_ratios"):
+        if getattr(want, field) != getattr(model.config, field):
+            raise ConfigError(
+                f"config.model.checkpoint={path!r}: its {field} is {getattr(model.config, field)}, not the "
+                f"{getattr(want, field)} of Cosmos-Predict2.5"
+            )
+    return params
 
 
 def _process(section: ConfigDict, where: str) -> AnyProcess:
@@ -278,8 +456,12 @@ def one_process() -> None:
 
 
 def to_global(mesh: Mesh, local: np.ndarray) -> jax.Array:
-    """This process's rows of a batch -> the global array, cut along its first axis over replica x fsdp."""
-    return jax.make_array_from_process_local_data(mesh_lib.batch_sharding(mesh), np.asarray(local))
+    """This process's rows of a batch -> the global array, cut along its first axis over replica x fsdp; whole on every
+    device where it has fewer rows than that (16 conditions on 128 data groups)."""
+    local = np.asarray(local)
+    cut = len(local) * jax.process_count() % mesh_lib.batch_shards(mesh) == 0
+    sharding = mesh_lib.batch_sharding(mesh) if cut else mesh_lib.replicated(mesh)
+    return jax.make_array_from_process_local_data(sharding, local)
 
 
 def scorer_weights(config: ConfigDict, workdir: Path, book: Logbook) -> Path:
@@ -306,26 +488,30 @@ def scorer_weights(config: ConfigDict, workdir: Path, book: Logbook) -> Path:
 
 
 @contextlib.contextmanager
-def open_rewards(config: ConfigDict, workdir: Path, book: Logbook) -> Iterator[rewards.RewardClient]:
-    """The reward client, with a sidecar launched beside it where the config says so; both end with the block.
+def open_rewards(
+    config: ConfigDict, text: Text | None, workdir: Path, book: Logbook, probe: dict[str, Any]
+) -> Iterator[rewards.RewardClient]:
+    """The reward client, with a sidecar launched beside it where the config says so; both end with the block. `text`
+    that the sidecar embeds (text_encoder.where) is embedded by this one. `probe`: a clip to try the scorers on, its
+    latent and its caption.
 
     Raises `ConfigError` for what the user has to change: no environment, no torch in it, port taken, wrong token.
     """
     reward = config.reward
-    options: dict[str, Any] = {"timeout_s": reward.timeout_s, "retries": reward.retries, "fps": reward.fps}
+    options: dict[str, Any] = {k: reward[k] for k in ("timeout_s", "retries", "fps", "wire")}
     options["gates"] = tuple(reward.gates)
     try:
         with contextlib.ExitStack() as stack:
             if reward.launch:
                 rewards.check_environment(reward.env, reward.scorers)
-                codec = config.codec
                 sidecar = stack.enter_context(
                     rewards.launch(
                         env=reward.env,
                         scorers=reward.scorers,
                         weights_dir=weights if (weights := scorer_weights(config, workdir, book)).is_dir() else "",
-                        codec=f"unshuffle:factor={codec.factor},mean={codec.mean},std={codec.std}",
+                        codec=sidecar_codec(config),
                         port=reward.port,
+                        **sidecar_text(config),
                         log_path=workdir / "sidecar.log",
                     )
                 )
@@ -335,19 +521,47 @@ def open_rewards(config: ConfigDict, workdir: Path, book: Logbook) -> Iterator[r
                 client = rewards.RewardClient(reward.url, token, reward.weights.to_dict(), **options)
             stack.callback(client.close)
             client.with_judges().ping()
-            _try_rewards(config, client.with_judges())
+            if isinstance(text, rewards.SidecarText):
+                text.connect(client)
+            _try_rewards(client.with_judges(), probe)
             book.say(f"rewards: the sidecar at {client.url} answers")
             yield client
     except rewards.ConfigurationFault as error:
         raise ConfigError(str(error)) from error
 
 
-def _try_rewards(config: ConfigDict, client: rewards.RewardClient) -> None:
-    """One real clip's latent through the scorers, before anything is trained: weights that name no score, and scorers
-    that fail on our clips, are found now. Raises ConfigurationFault."""
+def sidecar_codec(config: ConfigDict) -> str:
+    """How a launched sidecar makes video of latents (`serve --codec`)."""
+    codec = config.codec
+    if codec.name == "unshuffle":
+        return f"unshuffle:factor={codec.factor},mean={codec.mean},std={codec.std}"
+    return f"wan:dtype={codec.dtype},tile={codec.tile},path={Path(codec.path).absolute()}"
+
+
+def sidecar_text(config: ConfigDict) -> dict[str, Any]:
+    """What `rewards.launch` needs to have the sidecar embed captions."""
+    text = config.text_encoder
+    if text.where != "sidecar":
+        return {}
+    return {
+        "text_encoder": str(Path(text.path).absolute()),
+        "text_tokenizer": str(Path(text.tokenizer or text.path).absolute()),
+        "text_length": config.text.length,
+        "text_strategy": text.strategy,
+        "text_dtype": text.dtype,
+    }
+
+
+def probe(config: ConfigDict, setup: Setup) -> dict[str, Any]:
+    """A held-out clip to try the scorers on: its latent and its caption."""
     clip = data_set(config).heldout_clips(1)
-    codec = Unshuffle(config.codec.factor, config.codec.mean, config.codec.std)
-    scores = client.submit(codec.encode(clip["video"]), clip["caption"]).result()
+    return {"latent": setup.latents(clip), "caption": clip["caption"]}
+
+
+def _try_rewards(client: rewards.RewardClient, probe: dict[str, Any]) -> None:
+    """One clip's latent through the scorers, before anything is trained: weights that name no score, and scorers
+    that fail on our clips, are found now. Raises ConfigurationFault."""
+    scores = client.submit(probe["latent"], probe["caption"]).result()
     if not scores.valid.all():
         raise rewards.ConfigurationFault(
             f"reward.weights, reward.gates, reward.scorers: a real clip got no reward: {scores.reason}"

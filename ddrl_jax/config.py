@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 # What may change between the first start of a run and a later one in the same workdir.
-MAY_DIFFER = ("train.steps", "mesh", "log", "checkpoint", "monitor", "reward.url", "prepare", "study")
+MAY_DIFFER = ("train.steps", "mesh", "log", "checkpoint", "monitor", "reward.url", "prepare", "study", "export")
 
 PROCESS_FIELDS = {
     "edm_churn": [
@@ -59,15 +60,38 @@ def default() -> ConfigDict:
         {
             "seed": 0,
             "data": {
-                "name": "digits",  # the built-in moving handwritten digits
-                "path": "",  # a folder with a clips.npz, such as --mode=prepare writes; "" renders real ones
+                "name": "digits",  # digits (moving handwritten digits) | words | videos (a folder of video files)
+                # Of digits: a folder with a clips.npz, such as --mode=prepare writes; "" renders real ones. Of videos:
+                # the folder with videos/ and metas/, and with the latents/ that --mode=prepare makes.
+                "path": "",
                 "limit": 0,  # train on the first so many clips only; 0 is all
                 "frames": 4,
-                "size": 12,  # pixels, both edges
+                "size": 12,  # pixels: both edges; of videos the short one
+                "long_size": 0,  # pixels: the long edge of videos, landscape or portrait; 0 for the others
+                "fps": 16.0,  # of videos: frames a second they are read at and written with
+                "image_to_video": 0.0,  # of videos: the share of conditions whose first latent frame is given (I2V)
             },
-            "codec": {"name": "unshuffle", "factor": 2, "mean": 0.0, "std": 1.0},
-            "text": {"length": 10, "dim": 64},  # the frozen word table: words a caption, width of a word
+            "codec": {
+                "name": "unshuffle",  # unshuffle (lossless space to depth) | wan_vae
+                "factor": 2,
+                "mean": 0.0,
+                "std": 1.0,  # factor, mean and std are unshuffle's
+                "path": "",  # of wan_vae: its weights, official or diffusers
+                "dtype": "float32",  # of wan_vae's compute
+                "tile": 0,  # of wan_vae: decode in tiles of so many latent rows and columns; 0: whole frames
+            },
+            "text": {"length": 10, "dim": 64},  # what the network is given: tokens a caption, width of a token
+            "text_encoder": {
+                "path": "",  # folder of a Qwen2.5-VL text tower and its tokenizer; "": a frozen table of word vectors
+                "tokenizer": "",  # folder of the tokenizer, where that is another
+                "where": "device",  # device: beside the network | sidecar | cached: read what --mode=prepare embedded
+                "strategy": "full_concat",  # how hidden states become features: see models.qwen_text.embed_text
+                "dtype": "bfloat16",  # of the tower and of its features
+            },
             "model": {
+                "checkpoint": "",  # published or exported weights to start from; "": drawn at random and pre-trained
+                "weights": "raw",  # of an official checkpoint with both: raw (net.*) | ema (net_ema.*)
+                "use_rf_ckpts": True,  # one time for all frames; False: given frames have a time of their own (2B)
                 "width": 128,
                 "depth": 3,
                 "heads": 4,
@@ -76,6 +100,11 @@ def default() -> ConfigDict:
                 "context_dim": 128,
                 "dtype": "float32",  # of the compute; parameters are always float32
                 "remat": "none",  # none | full
+            },
+            "lora": {
+                "rank": 0,  # of low-rank adapters, which alone are trained; 0 trains every parameter
+                "alpha": 32.0,  # the adapters' scale is alpha / rank
+                "targets": ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.out"),  # ends of layers' paths
             },
             "process": _process("edm_churn"),
             "rollout": {
@@ -164,6 +193,7 @@ def default() -> ConfigDict:
                 "mix": "sum",  # sum: weighted sum | normalised: each within its group, then weighted
                 "gates": ConfigDict({}),  # "scorer/sub-score": minimum; a sample below counts as its group's worst
                 "port": 0,  # of a launched sidecar; 0 takes a free one
+                "wire": "float32",  # of latents on their way to the sidecar: float32 | bfloat16 (half the bytes)
                 "timeout_s": 60.0,
                 "retries": 3,
                 "min_valid_rate": 0.5,  # stop when the valid rate stays under this ...
@@ -177,7 +207,8 @@ def default() -> ConfigDict:
                 "num_steps": 20,
                 "guidance": 0.0,  # cond + guidance * (cond - null)
                 "ema": True,  # evaluate the EMA (raw weights wobble from one evaluation to the next)
-                "heldout_clips": 512,
+                "heldout_clips": 512,  # of videos: so many are set aside and never trained on
+                "prompts": "",  # of videos: captions, with or without a first frame; "": those of held-out clips
                 "chunk": 120,  # clips a compiled call
                 "judge_steps": 800,
                 "seed": 1234,
@@ -193,12 +224,24 @@ def default() -> ConfigDict:
                 "sub_score_limit": 0.25,
                 "image_limit": 0.15,
             },
-            "prepare": {"clips": 4096, "guidance": 0.0, "out": ""},  # --mode=prepare: synthetic clips of the base
+            "prepare": {  # --mode=prepare: synthetic clips of the base; of videos: latents of a folder
+                "clips": 4096,  # synthetic ones
+                "guidance": 0.0,
+                "out": "",
+                "prompts": "",  # of videos: captions (.jsonl, .csv, .txt) for synthetic clips; "": encode data.path
+            },
             "study": {  # --mode=study
                 "base": "",  # workdir of a finished base; "" trains it
                 "seeds": (0,),
                 "workers": 2,  # arms at once, each pinned to its share of the cores
                 "arms": ConfigDict({}),  # name -> {label, group, set: {a part of a config}}
+            },
+            "export": {  # --mode=export
+                "format": "safetensors",  # safetensors (official names) | pt | diffusers
+                "weights": "ema",  # ema | raw
+                "dtype": "float32",  # float32 | bfloat16
+                "lora": "merged",  # merged into the weights | separate: the adapter alone, for peft or diffusers
+                "out": "",  # "" is export/<format> in the workdir
             },
             "mesh": {"replica": 1, "fsdp": -1, "context": 1},  # -1: all remaining devices
         }
@@ -284,15 +327,7 @@ def validate(config: ConfigDict) -> None:
         f"must be a multiple of train.micro_batch={config.train.micro_batch}, or smaller",
     )
 
-    _require(config.data.name in ("digits", "words"), "data.name", config.data.name, "must be digits or words")
-    _require(config.codec.name == "unshuffle", "codec.name", config.codec.name, "must be 'unshuffle'")
-    _require(config.codec.std > 0, "codec.std", config.codec.std, "must be above 0")
-    _require(
-        config.codec.factor >= 1 and config.data.size % (2 * config.codec.factor) == 0,
-        "data.size",
-        config.data.size,
-        f"must be a multiple of 2 * codec.factor = {2 * config.codec.factor} (a patch is 2x2 latents)",
-    )
+    _validate_data(config)
     _require(
         config.model.width % config.model.heads == 0,
         "model.heads",
@@ -432,6 +467,95 @@ def _validate_process(process: ConfigDict, where: str) -> None:
             process.solver,
             "must be 2ab, 1euler or 2mid",
         )
+
+
+def _validate_data(config: ConfigDict) -> None:
+    """Data, codec and text: what videos have and the built-in sets have not, and the other way round."""
+    data, codec, text = config.data, config.codec, config.text_encoder
+    names = ("digits", "words", "videos")
+    _require(data.name in names, "data.name", data.name, "must be digits, words or videos")
+    _require(codec.name in ("unshuffle", "wan_vae"), "codec.name", codec.name, "must be unshuffle or wan_vae")
+    _require(codec.std > 0, "codec.std", codec.std, "must be above 0")
+    _require(codec.tile >= 0, "codec.tile", codec.tile, "must be at least 0")
+    dtypes = ("float32", "bfloat16")
+    for field in ("codec.dtype", "text_encoder.dtype", "export.dtype", "reward.wire"):
+        _require(get(config, field) in dtypes, field, get(config, field), "must be float32 or bfloat16")
+    videos, wan = data.name == "videos", codec.name == "wan_vae"
+    _require(videos == wan, "codec.name", codec.name, f"must be {'wan_vae' if videos else 'unshuffle'} for {data.name}")
+    _require(wan or not codec.path, "codec.path", codec.path, "must be '' for unshuffle, which has no weights")
+    _require(not wan or bool(codec.path), "codec.path", codec.path, "must name the weights of the Wan VAE")
+    cell = 16 if wan else 2 * codec.factor  # a patch is 2x2 latents
+    why = f"must be a multiple of {cell}: 8 pixels a latent, 2x2 latents a patch"
+    why = why if wan else f"must be a multiple of 2 * codec.factor = {cell} (a patch is 2x2 latents)"
+    for field in ("data.size", "data.long_size") if wan else ("data.size",):
+        value = get(config, field)
+        _require(codec.factor >= 1 and value >= 1 and value % cell == 0, field, value, why)
+    if videos:
+        _require(
+            data.long_size >= data.size, "data.long_size", data.long_size, f"must be at least data.size={data.size}"
+        )
+        _require(data.frames % 4 == 1, "data.frames", data.frames, "must be 4k+1 for the Wan VAE, such as 93")
+        _require(bool(data.path), "data.path", data.path, "must be a folder with videos/ and metas/, or latents/")
+        _require(data.fps > 0, "data.fps", data.fps, "must be above 0")
+    else:
+        for field in ("data.long_size", "data.image_to_video", "prepare.prompts", "eval.prompts"):
+            value = get(config, field)
+            _require(not value, field, value, f"is of videos only, not of {data.name}")
+    share = data.image_to_video
+    _require(0 <= share <= 1, "data.image_to_video", share, "must be between 0 and 1")
+    _require(
+        share == 0 or data.frames > 1, "data.image_to_video", share, "must be 0 for data.frames=1: an image is no video"
+    )
+    _require(
+        text.where in ("device", "sidecar", "cached"),
+        "text_encoder.where",
+        text.where,
+        "must be device, sidecar or cached",
+    )
+    _require(bool(text.path) or text.where == "device", "text_encoder.path", text.path, f"is needed for {text.where}")
+    _require(
+        videos or not text.path, "text_encoder.path", text.path, f"must be '' for {data.name}, which has a word table"
+    )
+    _require(not videos or bool(text.path), "text_encoder.path", text.path, "must be the folder of a text tower")
+    known = re.fullmatch(r"full_concat|mean_pooling|pool_every_(n|[1-9]\d*)_layers_and_concat", text.strategy)
+    _require(
+        bool(known),
+        "text_encoder.strategy",
+        text.strategy,
+        "must be full_concat, mean_pooling or pool_every_N_layers_and_concat",
+    )
+    model = config.model
+    _require(model.weights in ("raw", "ema"), "model.weights", model.weights, "must be raw or ema")
+    _require(
+        not (model.checkpoint and config.pretrain.from_run),
+        "pretrain.from_run",
+        config.pretrain.from_run,
+        f"must be '' with model.checkpoint={model.checkpoint!r}: a run starts from one of them",
+    )
+    _require(
+        not (model.checkpoint and config.pretrain.steps),
+        "pretrain.steps",
+        config.pretrain.steps,
+        "must be 0 with model.checkpoint, which is pre-trained",
+    )
+    export = config.export
+    formats = ("safetensors", "pt", "diffusers")
+    _require(export.format in formats, "export.format", export.format, "must be safetensors, pt or diffusers")
+    _require(export.weights in ("raw", "ema"), "export.weights", export.weights, "must be raw or ema")
+    _require(export.lora in ("merged", "separate"), "export.lora", export.lora, "must be merged or separate")
+    _require(
+        export.lora == "merged" or (config.lora.rank > 0 and export.format != "pt"),
+        "export.lora",
+        export.lora,
+        "needs lora.rank above 0, and export.format safetensors (peft's layout) or diffusers",
+    )
+    lora = config.lora
+    _require(lora.rank >= 0, "lora.rank", lora.rank, "must be at least 0")
+    _require(
+        lora.rank == 0 or bool(model.checkpoint), "lora.rank", lora.rank, "needs model.checkpoint, whose adapter it is"
+    )
+    _require(lora.alpha > 0, "lora.alpha", lora.alpha, "must be above 0")
+    _require(len(lora.targets) > 0, "lora.targets", tuple(lora.targets), "must name at least one layer")
 
 
 def _validate_methods(config: ConfigDict) -> None:

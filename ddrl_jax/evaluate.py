@@ -9,6 +9,7 @@ diffusion loss on scans and prompts that training never sees. Knows nothing of t
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -20,18 +21,21 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from ddrl_jax import build, rewards
-from ddrl_jax.checkpoint.manager import Checkpoints, UnreadableError
-from ddrl_jax.config import ConfigError, check_same_run
+from ddrl_jax.config import ConfigError, check_same_run, to_json
 from ddrl_jax.data.image_statistics import image_statistics
+from ddrl_jax.data.video import write_mp4
 from ddrl_jax.diffusion.loss import diffusion_loss
 from ddrl_jax.diffusion.sampler import sample_each
+from ddrl_jax.export import read_weights
 from ddrl_jax.logbook import Logbook, read_metrics, write_text
 from ddrl_jax.models.digit_judge import frechet_distance
 from ddrl_jax.monitor import read_signals
 from ddrl_jax.rewards.mixing import scorer_of
 
 HELDOUT_DRAWS = 4  # noise levels a held-out clip
-SHOWN = 64  # clips kept on disk for the report
+SHOWN = 64  # clips kept on disk for the report, each edge at most
+THUMBNAIL = 320  # pixels
+_SHOWN_BYTES, _DECODED_BYTES = 256 << 20, 512 << 20
 LABELS = {
     "reward": "Reward",
     "judge_digit": "Judge reads the digit",
@@ -61,30 +65,59 @@ class Evaluator:
             seed, steps = config.eval.seed, config.eval.judge_steps
             self._judge = data.judge(workdir / "judge.npz", seed=seed, steps=steps, say=book.say)
         real = data.heldout_clips(count)
-        values, self._real_features = self._judge(real["video"], real)
+        values, self._real_features = self._judge(real.get("video"), setup.latents(real), real)
         for name, value in values.items():
-            book.say(f"{name}: {value.mean():.1%} of {count} real held-out clips")
+            book.say(f"{name}: {value.mean():.1%} of {len(value)} real held-out clips")
 
         heldout = data.heldout_clips(config.eval.heldout_clips)
-        self._heldout_x0 = setup.codec.encode(heldout["video"])
-        self._heldout_context = setup.context(heldout["caption"])
+        self._heldout_x0 = setup.latents(heldout)
+        self._heldout_captions = heldout["caption"]
+        # Of clips that come in several shapes the held-out ones have the most common one, and so have the samples.
+        self._shape = self._heldout_x0.shape[1:]
+        self._first_NCHW = self._first_frames()
         self._sample, self._loss = jax.jit(self._sample_chunk), jax.jit(self._loss_chunk)
+
+    def _first_frames(self) -> np.ndarray | None:
+        """Latents (N, C, h, w) of the prompts' first frames, NaN where a prompt has none; None where all have none."""
+        given = self._prompts.get("first")
+        if given is None or all(first is None for first in given):
+            return None
+        C, _, h, w = self._shape
+        frames = np.full((len(given), C, h, w), np.nan, np.float32)
+        for row, first in zip(frames, given, strict=True):
+            if first is not None and first.dtype == np.uint8:  # a picture
+                pixels = np.moveaxis(first.astype(np.float32) / 127.5 - 1.0, -1, 0)
+                first = self.setup.codec.encode(pixels[None, :, None])[0, :, 0]
+            if first is not None:
+                row[...] = first
+        return frames
+
+    def _condition(self, rows: np.ndarray) -> dict[str, Any]:
+        """The condition of prompts `rows`: their text, and their first frames where they have one."""
+        captions = [self._prompts["caption"][i] for i in rows]
+        if self._first_NCHW is None:
+            return self.setup.condition(captions)
+        x0_BCTHW = np.zeros((len(rows), *self._shape), np.float32)
+        first_BCHW = self._first_NCHW[rows]
+        given_B = np.isfinite(first_BCHW).all(axis=(1, 2, 3))
+        x0_BCTHW[given_B, :, 0] = first_BCHW[given_B]
+        return self.setup.condition(captions, build.to_global(self.setup.mesh, x0_BCTHW), given_B)
 
     # ---------------------------------------------------------------------------------------- jitted
 
-    def _sample_chunk(self, params: Any, index_B: jax.Array, context_BSD: jax.Array) -> jax.Array:
+    def _sample_chunk(self, params: Any, index_B: jax.Array, cond: dict[str, Any]) -> jax.Array:
         """Clips `index_B` of the evaluation -> latents (B, C, T, h, w)."""
         return sample_each(
             params,
             jax.vmap(lambda i: jax.random.fold_in(self._key, i))(index_B),
-            build.cond(context_BSD),
+            cond,
             denoise=self.setup.guided(self._denoise, self.config.eval.guidance),
             process=self._process,
-            shape=self.setup.latent_shape,
+            shape=self._shape,
             num_steps=self.config.eval.num_steps,
         )
 
-    def _loss_chunk(self, params: Any, index_B: jax.Array, x0_BX: jax.Array, context_BSD: jax.Array) -> jax.Array:
+    def _loss_chunk(self, params: Any, index_B: jax.Array, x0_BX: jax.Array, cond: dict[str, Any]) -> jax.Array:
         """Weighted diffusion loss (B,) of held-out clips, averaged over HELDOUT_DRAWS levels of the training law."""
         process = self._process
         keys = jax.vmap(lambda i: jax.random.fold_in(self._key, i))(index_B)
@@ -96,7 +129,7 @@ class Evaluator:
             return diffusion_loss(
                 params,
                 x0_BX,
-                build.cond(context_BSD),
+                cond,
                 sigma_B,
                 noise_BX,
                 denoise=self._denoise,
@@ -110,16 +143,16 @@ class Evaluator:
         title: str,
         count: int,
         call: Callable[..., jax.Array],
-        *arrays: np.ndarray,
+        inputs: Callable[[np.ndarray], tuple],
         then: Callable[[np.ndarray, slice], None] | None = None,
     ) -> np.ndarray:
-        """`call(index, *arrays[index])` over equal chunks (the last one padded) -> all rows; `then` sees each chunk."""
+        """`call(index, *inputs(rows))` over equal chunks (the last one padded) -> all rows; `then` sees each chunk."""
         size, parts = self.config.eval.chunk, []
         with self.book.progress(title, count) as advance:
             for start in range(0, count, size):
                 rows = np.minimum(np.arange(start, start + size), count - 1)
-                put = [build.to_global(self.setup.mesh, a[rows]) for a in (np.arange(count), *arrays)]
-                parts.append(np.asarray(call(*put))[: count - start])
+                index_B = build.to_global(self.setup.mesh, rows)
+                parts.append(np.asarray(call(index_B, *inputs(rows)))[: count - start])
                 if then is not None:
                     then(parts[-1], slice(start, start + len(parts[-1])))
                 advance(len(parts[-1]))
@@ -138,20 +171,21 @@ class Evaluator:
             f"evaluation at {step}",
             count,
             lambda i, c: self._sample(params, i, c),
-            setup.context(captions),
+            lambda rows: (self._condition(rows),),
             # Sent at once: the sidecar scores this chunk while the next one is sampled.
             then=lambda x0, rows: tickets.append(self.client.submit(x0, captions[rows])),
         )
         finite = np.isfinite(latents).all(axis=(1, 2, 3, 4))
-        videos = np.clip(setup.codec.decode(np.nan_to_num(latents)), -1.0, 1.0)
         heldout = self._in_chunks(
             f"held-out loss at {step}",
-            config.heldout_clips,
+            len(self._heldout_x0),
             lambda i, x, c: self._loss(params, i, x, c),
-            self._heldout_x0,
-            self._heldout_context,
+            lambda rows: (
+                build.to_global(setup.mesh, self._heldout_x0[rows]),
+                setup.condition([self._heldout_captions[i] for i in rows]),
+            ),
         )
-        judged, features = self._judge(videos, {name: column[:count] for name, column in self._prompts.items()})
+        judged, features, looks, pixels = self._look(step, np.nan_to_num(latents), write=full)
         results = [t.result() for t in tickets]
         scores = {
             name: np.concatenate([r.scores.get(name, np.full(len(r.valid), np.nan, np.float32)) for r in results])
@@ -167,7 +201,6 @@ class Evaluator:
             **{f"judge/{n}" if scorer_of(n) in judges else n: v for n, v in scores.items()},
             **{name: np.where(finite, v, np.nan) for name, v in judged.items()},
         }
-        looks = image_statistics(videos)
         if not finite.all():
             self.book.say(f"evaluation at {step}: {int((~finite).sum())} of {count} samples are not finite")
         metrics = {name: _mean(v) for name, v in values.items()} | {"heldout_loss": _mean(heldout)}
@@ -175,7 +208,7 @@ class Evaluator:
         if full:
             features = np.where(finite[:, None], features, np.nan)
             metrics["frechet"] = _frechet(features, self._real_features)
-            self._write(step, captions, values, metrics, heldout, features, videos)
+            self._write(step, captions, values, metrics, heldout, features, pixels)
             # The curve is one of the same clips all along: a jump at its ends would look like a change.
             few = config.clips_during
             curve = {name: _mean(v[:few]) for name, v in values.items()}
@@ -187,6 +220,41 @@ class Evaluator:
         self.book.say(f"evaluation at {step}: " + "  ".join(f"{n} {metrics[n]:.4g}" for n in shown if n in metrics))
         return metrics | curve if full else metrics
 
+    def _look(
+        self, step: int, latents: np.ndarray, *, write: bool
+    ) -> tuple[dict[str, np.ndarray], np.ndarray, dict[str, np.ndarray], np.ndarray]:
+        """What the judges and the image statistics see in samples, their features, and pixels for the report: uint8
+        (n, T, H, W, C), made small. Samples are decoded a few at a time: one of 93 frames of 720p has a gigabyte. Those
+        of videos are also left as MP4 files, whole, where `write`."""
+        asked = {name: column[: len(latents)] for name, column in self._prompts.items()}
+        size = max(1, _DECODED_BYTES // (4 * math.prod(self.setup.codec.video_shape(latents.shape[1:]))))
+        folder, videos = self.folder / f"{step:06d}" / "videos", self.config.data.name == "videos"
+        judged, features, looks = [], [], []
+        shown: list[np.ndarray] = []
+        with self.book.progress(f"decoding at {step}", len(latents)) as advance:
+            for start in range(0, len(latents), size):
+                rows = slice(start, min(start + size, len(latents)))
+                video = np.clip(self.setup.codec.decode(latents[rows]), -1.0, 1.0)
+                part, seen = self._judge(video, latents[rows], {name: column[rows] for name, column in asked.items()})
+                judged.append(part)
+                features.append(seen)
+                looks.append(image_statistics(video))
+                pixels = np.rint((np.moveaxis(video, 1, -1) + 1) * 127.5).astype(np.uint8)
+                if write and videos:
+                    for i, clip in enumerate(pixels, start):
+                        folder.mkdir(parents=True, exist_ok=True)
+                        write_mp4(folder / f"{i:04d}.mp4", clip, self.config.data.fps)
+                if start < SHOWN and sum(p.nbytes for p in shown) < _SHOWN_BYTES:
+                    # Every n-th pixel: the report's clips are thumbnails, the MP4 files are whole.
+                    step_px = -(-max(pixels.shape[2:4]) // THUMBNAIL)
+                    shown.append(pixels[: SHOWN - start, :, ::step_px, ::step_px])
+                advance(len(video))
+
+        def joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+            return {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
+
+        return joined(judged), np.concatenate(features), joined(looks), np.concatenate(shown)
+
     def _write(
         self,
         step: int,
@@ -195,13 +263,12 @@ class Evaluator:
         metrics: dict[str, float],
         heldout: np.ndarray,
         features: np.ndarray,
-        videos: np.ndarray,
+        shown: np.ndarray,
     ) -> None:
         folder = self.folder / f"{step:06d}"
         folder.mkdir(parents=True, exist_ok=True)
         np.savez(folder / "features.npz", generated=features, real=self._real_features)
-        pixels = np.rint((np.moveaxis(videos[:SHOWN], 1, -1) + 1) * 127.5).astype(np.uint8)
-        np.savez(folder / "samples.npz", video=pixels, caption=np.array(captions[:SHOWN]))
+        np.savez(folder / "samples.npz", video=shown, caption=np.array(captions[: len(shown)]))
         record = {
             "step": step,
             "metrics": {n: _json(v) for n, v in metrics.items()},
@@ -214,9 +281,9 @@ class Evaluator:
 
 
 def _frechet(generated_NF: np.ndarray, real_MF: np.ndarray) -> float:
-    """The Fréchet distance of the finite rows, NaN where fewer than two are."""
+    """The Fréchet distance of the finite rows, NaN where fewer than two are, or fewer than two are real."""
     rows = generated_NF[np.isfinite(generated_NF).all(1)]
-    return frechet_distance(rows, real_MF) if len(rows) >= 2 else float("nan")
+    return frechet_distance(rows, real_MF) if min(len(rows), len(real_MF)) >= 2 else float("nan")
 
 
 def _mean(values: np.ndarray) -> float:
@@ -352,29 +419,25 @@ def summarise(config: ConfigDict, workdir: Path, *, config_file: str, arguments:
 
 
 def run(config: ConfigDict, workdir: Path) -> bool:
-    """`--mode=eval`: the newest checkpoint of a run, evaluated in full and written to eval/<step>/."""
+    """`--mode=eval`: the newest checkpoint of a run, evaluated in full and written to eval/<step>/; in a workdir
+    without a run, model.checkpoint, as step 0 of the run that may be trained there."""
     for line in check_same_run(config, workdir):
         print(line)
-    if not (workdir / "config.json").exists():
+    trained = (workdir / "config.json").exists()
+    if not trained and not config.model.checkpoint:
         raise ConfigError(f"workdir={str(workdir)!r}: holds no run to evaluate; train one there first")
     build.one_process()
     setup = build.build(config)
-    params = build.init_params(config, setup, jax.random.key(config.seed))
-    exponent, nft = build.ema_exponent(config.train), config.objective.name == "nft"
-    like = build.train_state(setup, params, build.optimizer(config.train), exponent, old=nft)
-    with Checkpoints(workdir / "checkpoints/ddrl", read_only=True) as checkpoints:
-        try:
-            restored = checkpoints.restore(like)
-        except UnreadableError as error:
-            raise ConfigError(f"workdir={str(workdir)!r}: {error}") from error
-    if restored is None:
-        raise ConfigError(f"workdir={str(workdir)!r}: holds no checkpoint yet; let the training save one first")
-    step, s = restored
-    params = build.evaluated_params(config, s)
-    lock = build.own_workdir(workdir)
+    if trained:
+        step, params = read_weights(config, workdir, "ema" if config.eval.ema and config.train.ema_rate > 0 else "raw")
+    else:
+        step, params = 0, build.init_params(config, setup, key=None)
+    probe, lock = build.probe(config, setup), build.own_workdir(workdir)
     book = Logbook(workdir, primary=jax.process_index() == 0, **config.log)
     try:
-        with build.open_rewards(config, workdir, book) as client:
+        with build.open_rewards(config, setup.text, workdir, book, probe) as client:
+            if not trained:
+                write_text(workdir / "config.json", to_json(config))
             metrics = Evaluator(config, setup, client, workdir, book)(params, step, full=True)
             book.forget_from("eval", step)
             book.write("eval", step, metrics)

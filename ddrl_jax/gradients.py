@@ -36,6 +36,11 @@ def micro_batches(x_BX: jax.Array, count: int, group: int) -> jax.Array:
     return jnp.moveaxis(x_BX.reshape(-1, count, group, *shape), 1, 0).reshape(count, -1, *shape)
 
 
+def pick_conditions(cond: dict[str, Any], count: int, i: jax.Array) -> dict[str, Any]:
+    """Micro-batch i of `count` of a condition whose leaves hold one entry a group."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(micro_batches(x, count, 1), i, 0, keepdims=False), cond)
+
+
 def slice_trajectory(trajectory: Trajectory, k: jax.Array, pick: Callable[[jax.Array], jax.Array]) -> Trajectory:
     """Recorded step k alone (K = 1), rollouts chosen by `pick` on arrays with a leading B."""
 
@@ -88,7 +93,7 @@ def policy_gradient(
     trajectory: Trajectory,
     adv_B: jax.Array,
     weight_B: jax.Array,
-    context_GSD: jax.Array,
+    cond: dict[str, Any],
     *,
     setup: build.Setup,
     micro_batch: int,
@@ -97,7 +102,7 @@ def policy_gradient(
     """Loss, metrics and gradient of the policy term (and the reverse KL, where asked for): a scan over K of scans over
     B/m. metrics["step_grad_norm"] (K,) is the norm of each recorded step's own gradient, the mean over rollouts; the
     gradient is their mean over K. Takes one gradient's memory more than the sum alone would where B > m."""
-    group = adv_B.shape[0] // context_GSD.shape[0]
+    group = adv_B.shape[0] // build.conditions(cond)
     parts, steps = adv_B.shape[0] // micro_batch, trajectory.sigma.shape[0]
     objective = dataclasses.replace(setup.objective, data_beta=0.0)
 
@@ -106,12 +111,11 @@ def policy_gradient(
             return jax.lax.dynamic_index_in_dim(micro_batches(x, parts, group), i, 0, keepdims=False)
 
         def loss(p: Any) -> Any:
-            cond = build.cond(jax.lax.dynamic_index_in_dim(micro_batches(context_GSD, parts, 1), i, 0, keepdims=False))
             value, metrics = loss_fn(
-                p,
+                setup.network(p),
                 slice_trajectory(trajectory, k, pick),
                 pick(adv_B),
-                cond,
+                pick_conditions(cond, parts, i),
                 None,
                 None,
                 denoise=setup.policy_denoise,
@@ -141,7 +145,7 @@ def nft_gradient(
     x0_BX: jax.Array,
     adv_B: jax.Array,
     weight_B: jax.Array,
-    context_GSD: jax.Array,
+    cond: dict[str, Any],
     *,
     setup: build.Setup,
     micro_batch: int,
@@ -152,19 +156,19 @@ def nft_gradient(
     draws: int,
 ) -> tuple[jax.Array, dict, Any]:
     """Loss, metrics and gradient of DiffusionNFT (`rl.nft.nft_loss`): a scan over B/m."""
-    group, parts = adv_B.shape[0] // context_GSD.shape[0], adv_B.shape[0] // micro_batch
+    group, parts = adv_B.shape[0] // build.conditions(cond), adv_B.shape[0] // micro_batch
     r_B = optimality(adv_B, adv_clip)
 
     def gradient(i: jax.Array) -> Any:
-        def pick(x: jax.Array, size: int = group) -> jax.Array:
-            return jax.lax.dynamic_index_in_dim(micro_batches(x, parts, size), i, 0, keepdims=False)
+        def pick(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(micro_batches(x, parts, group), i, 0, keepdims=False)
 
         def loss(p: Any) -> Any:
             value, metrics = nft_loss(
-                p,
+                setup.network(p),
                 pick(x0_BX),
                 pick(r_B),
-                build.cond(pick(context_GSD, 1)),
+                pick_conditions(cond, parts, i),
                 jax.random.fold_in(rng, i),
                 denoise=setup.policy_denoise,
                 process=setup.process,
@@ -186,7 +190,7 @@ def data_gradient(
     params: Any,
     rng: jax.Array,
     x0_GX: jax.Array,
-    context_GSD: jax.Array,
+    cond: dict[str, Any],
     trajectory: Trajectory | None,
     *,
     setup: build.Setup,
@@ -212,7 +216,7 @@ def data_gradient(
             return jax.lax.dynamic_index_in_dim(micro_batches(x, parts, size), i, 0, keepdims=False)
 
         x0_BX = jnp.repeat(pick(x0_GX), group, axis=0)
-        data = DataBatch(x0=x0_BX, cond=build.cond(pick(context_GSD)), null_cond=setup.null_cond)
+        data = DataBatch(x0=x0_BX, cond=pick_conditions(cond, parts, i), null_cond=setup.null_cond)
         draw_rng = jax.random.fold_in(rng, k * parts + i)
         if alive_G is not None:
             sigma_key, draw_rng = jax.random.split(draw_rng)
@@ -228,7 +232,7 @@ def data_gradient(
 
         def loss(p: Any) -> Any:
             return loss_fn(
-                p,
+                setup.network(p),
                 None,
                 None,
                 None,
@@ -245,18 +249,20 @@ def data_gradient(
     return _accumulate(gradient, params, items, steps * parts)
 
 
-def replay_gap(params: Any, trajectory: Trajectory, context_GSD: jax.Array, setup: build.Setup) -> jax.Array:
+def replay_gap(params: Any, trajectory: Trajectory, cond: dict[str, Any], setup: build.Setup) -> jax.Array:
     """(K,) max |mean - mean_old| / std of the replayed policy: rollout and training must be the same function."""
+
+    network = setup.network(params)
 
     def gap(part: Trajectory) -> jax.Array:
         mean, _ = step_mean(
-            params,
+            network,
             part.x,
             part.sigma,
             part.sigma_next,
             part.prev_x0,
             part.prev_sigma,
-            build.cond(context_GSD),
+            cond,
             denoise=setup.rollout_denoise,
             process=setup.process,
             num_steps=trajectory.num_steps,

@@ -1,9 +1,10 @@
 """python -m ddrl_jax.main --config=configs/quickstart.py --workdir=runs/quickstart [--config.train.steps=40 ...]
 
 --mode=train (the default) pre-trains, runs DDRL (or the method of objective.name) and writes the report, resuming what
-the workdir holds; --mode=eval evaluates its newest checkpoint; --mode=prepare writes synthetic clips of the base model;
---mode=study trains the arms of a study, side by side, and writes its page. Every field of the config, listed in
-ddrl_jax/config.py, can be set with --config.field=value.
+the workdir holds; --mode=eval evaluates its newest checkpoint; --mode=prepare encodes a folder of videos, or writes
+synthetic clips of the base model; --mode=export writes the trained weights in a published format; --mode=check looks
+whether all that a run needs is there; --mode=study trains the arms of a study, side by side, and writes its page. Every
+field of the config, listed in ddrl_jax/config.py, can be set with --config.field=value.
 
 Exit status: 0 done (or stopped by SIGTERM or Ctrl-C, state saved), 1 the run stopped itself, 2 bad input.
 """
@@ -21,7 +22,7 @@ from ml_collections import config_flags
 
 from ddrl_jax import config as config_lib
 
-MODES = ("train", "eval", "prepare", "study")
+MODES = ("train", "eval", "prepare", "export", "check", "study")
 
 
 def read_flags(argv: list[str]) -> tuple[Any, str, str, str]:
@@ -64,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     # Only now: jax takes seconds to import, and bad flags should not wait for it.
     import jax
 
-    from ddrl_jax import evaluate, prepare, report, study, train
+    from ddrl_jax import check, evaluate, export, prepare, prepare_videos, report, rewards, study, train
 
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache/ddrl_jax/xla"))
@@ -74,8 +75,16 @@ def main(argv: list[str] | None = None) -> int:
             study.run(config, folder, config_file=file, arguments=argv[1:])
             return 0
         if mode == "prepare":
-            prepare.run(config, folder, arguments=argv[1:])
+            made = prepare_videos if config.data.name == "videos" else prepare
+            made.run(config, folder, arguments=argv[1:])
             return 0
+        if mode == "export":
+            export.run(config, folder, arguments=argv[1:])
+            return 0
+        if mode == "check":
+            return 0 if check.run(config, folder) else 2
+        if config.data.name == "videos" and not prepare_videos.ensure(config, folder):
+            return 0  # stopped; the same command goes on
         done = train.run(config, folder, evaluate.Evaluator) if mode == "train" else evaluate.run(config, folder)
         if done and jax.process_index() == 0:
             evaluate.summarise(config, folder, config_file=file, arguments=argv[1:])
@@ -84,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
             return 1 if mode == "train" and (folder / "stopped.json").exists() else 0
     except config_lib.ConfigError as error:
         return _complain(error)
-    except train.RunStopped as error:
+    except (train.RunStopped, rewards.TextUnavailable) as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -55,7 +55,7 @@ def run(config: ConfigDict, workdir: Path, *, arguments: Sequence[str] = ()) -> 
       ConfigError: no base, `out` holds something else, or data that are rendered only. RunStopped: a sample is not
         finite.
     """
-    if config.data.name != "digits":
+    if config.data.name == "words":
         raise ConfigError(
             f"config.data.name={config.data.name!r}: must be 'digits'; others cannot train on stored clips"
         )
@@ -97,7 +97,7 @@ def _sample(
     i's caption, and the digit and direction that it asks for.
     """
     count, size = config.prepare.clips, config.eval.chunk
-    draw = _sampler(config, setup)
+    draw = sampler(config, setup)
     videos, captions, digit, direction = [], [], [], []
     book.say(f"synthetic clips: {count}, {config.eval.num_steps} steps of {config.process.name}")
     with train.interrupts() as stop, book.progress("synthetic clips", count) as advance:
@@ -108,8 +108,7 @@ def _sample(
             # The last chunk has rows that nobody asked for, so that one program draws all.
             asked, kept = batches[start // size], slice(0, count - start)
             index_B = build.to_global(setup.mesh, np.arange(start, start + size))
-            context_BSD = build.to_global(setup.mesh, setup.context(asked["caption"]))
-            x0_BX = np.asarray(draw(params, index_B, context_BSD))[kept]
+            x0_BX = np.asarray(draw(params, index_B, setup.condition(asked["caption"])))[kept]
             broken = int((~np.isfinite(x0_BX).all(axis=(1, 2, 3, 4))).sum())
             if broken:
                 raise train.RunStopped(
@@ -125,16 +124,16 @@ def _sample(
     return digits.StoredClips(np.concatenate(videos), np.concatenate(digit), np.concatenate(direction), captions)
 
 
-def _sampler(config: ConfigDict, setup: build.Setup) -> Callable[..., jax.Array]:
-    """(params, index (B,), context (B,S,D)) -> latents (B,C,T,h,w); each sample's noise is drawn from its own key."""
+def sampler(config: ConfigDict, setup: build.Setup) -> Callable[..., jax.Array]:
+    """(params, index (B,), condition) -> latents (B,C,T,h,w); each sample's noise is drawn from its own key."""
     key = jax.random.fold_in(jax.random.key(config.seed), STREAM)
 
     @jax.jit
-    def draw(params: Any, index_B: jax.Array, context_BSD: jax.Array) -> jax.Array:
+    def draw(params: Any, index_B: jax.Array, cond: dict[str, Any]) -> jax.Array:
         return sample_each(
             params,
             jax.vmap(lambda i: jax.random.fold_in(key, i))(index_B),
-            build.cond(context_BSD),
+            cond,
             denoise=setup.guided(setup.denoise, config.prepare.guidance),
             process=setup.process,
             shape=setup.latent_shape,

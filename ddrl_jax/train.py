@@ -33,7 +33,7 @@ from ddrl_jax.checkpoint.manager import Checkpoints, UnreadableError
 from ddrl_jax.config import ConfigError, check_same_run, to_json
 from ddrl_jax.data import pipeline
 from ddrl_jax.diffusion.sampler import Trajectory
-from ddrl_jax.gradients import data_gradient, replay_gap
+from ddrl_jax.gradients import data_gradient
 from ddrl_jax.logbook import Logbook, read_metrics, write_text
 from ddrl_jax.rl.objective import Objective
 from ddrl_jax.update import INIT, PRETRAIN, Update, to_device
@@ -105,6 +105,7 @@ def run(config: ConfigDict, workdir: Path, make_evaluator: Callable[..., Evaluat
     setup = build.build(config)
     clip_dataset(config, config.rollout.conditions)  # bad data is found before anything is started
     check_base(config)
+    probe = build.probe(config, setup)
     lock = build.own_workdir(workdir)
     if not (workdir / "config.json").exists():
         # What a start that came to nothing left here may have been made for other settings.
@@ -112,7 +113,7 @@ def run(config: ConfigDict, workdir: Path, make_evaluator: Callable[..., Evaluat
         (workdir / "judge.npz").unlink(missing_ok=True)
     book = Logbook(workdir, primary=jax.process_index() == 0, **config.log)
     try:
-        with build.open_rewards(config, workdir, book) as client, interrupts() as stop:
+        with build.open_rewards(config, setup.text, workdir, book, probe) as client, interrupts() as stop:
             # Only now: a start that bad input ended must not bind the workdir to that input.
             if jax.process_index() == 0 and not (workdir / "config.json").exists():
                 write_text(workdir / "config.json", to_json(config))
@@ -172,12 +173,12 @@ def pretrain(
         data_key = jax.random.fold_in(key, PRETRAIN)
 
         @jax.jit
-        def update(s: state.TrainState, x0_BX: jax.Array, context_BSD: jax.Array) -> Any:
+        def update(s: state.TrainState, x0_BX: jax.Array, cond: dict[str, Any]) -> Any:
             loss, _, grads = data_gradient(
                 s.params,
                 jax.random.fold_in(data_key, s.step),
                 x0_BX,
-                context_BSD,
+                cond,
                 None,
                 setup=setup,
                 objective=objective,
@@ -195,12 +196,8 @@ def pretrain(
         pending, started = None, time.perf_counter()
         with book.progress("pre-training", total, step) as advance:
             while step < total and not stop():
-                batch = next(batches)
-                train_state, metrics = update(
-                    train_state,
-                    build.to_global(setup.mesh, setup.codec.encode(batch["video"])),
-                    build.to_global(setup.mesh, setup.context(batch["caption"])),
-                )
+                x0_BX, cond, _ = next_batch(config, setup, batches, step)
+                train_state, metrics = update(train_state, x0_BX, cond)
                 # The metrics of the step before: reading this one's would make dispatch wait.
                 if pending is not None:
                     log(pending)
@@ -290,7 +287,8 @@ def reinforce(
 ) -> bool:
     """DDRL, or another method, from `base_params` up to train.steps iterations, evaluations included. False when
     stopped early."""
-    method, ro = Update(config, setup), config.rollout
+    adapter = base_params if config.lora.rank > 0 else None
+    method, ro = Update(config, setup, adapter), config.rollout
     group, updates = ro.group_size, config.train.updates_per_rollout
     key = jax.random.key(config.seed)
     # The reference is the base itself and exists only where the method asks for it.
@@ -308,8 +306,10 @@ def reinforce(
         )
 
     # --- checkpoint ----------------------------------------------------------------------------------------
-    s = build.train_state(setup, base_params, method.optimizer, method.exponent, old=method.needs_old)
-    del base_params  # the policy's copy is the only one, unless the base is the reference
+    trained = build.trained_params(config, base_params)
+    s = build.train_state(setup, trained, method.optimizer, method.exponent, old=method.needs_old)
+    # The policy's copy is the only one, unless the base is the reference or what the adapter is of.
+    del base_params, adapter, trained
     found = checkpoints.restore(s)
     restored = found is not None
     s = found[1] if found else s
@@ -318,7 +318,7 @@ def reinforce(
     guard = Guard(config, workdir, book)
     if restored and guard.stopped() is not None:
         book.say(f"this run was ended by its monitor ({guard.stopped()}); --config.monitor.on_hacking=warn goes on")
-        evaluate_the_end(config, workdir, evaluator, s)
+        evaluate_the_end(config, workdir, evaluator, method, s)
         return True
     if restored and step >= total:
         book.say(f"this run is finished: {step} of {total} iterations; --config.train.steps=N goes on from there")
@@ -333,12 +333,12 @@ def reinforce(
         nonlocal s
         if not (book.has("eval", step) and (not full or (workdir / f"eval/{step:06d}/eval.json").exists())):
             book.forget_from("eval", step)
-            book.write("eval", step, evaluator(build.evaluated_params(config, s), step, full=full))
+            book.write("eval", step, evaluator(method.network(build.evaluated_params(config, s)), step, full=full))
         ended = guard.look(step, s, checkpoints) if step > 0 else None
         if ended is None:
             return False
         s = ended
-        evaluate_the_end(config, workdir, evaluator, s)
+        evaluate_the_end(config, workdir, evaluator, method, s)
         return True
 
     if not restored:
@@ -362,27 +362,27 @@ def reinforce(
     with book.progress(config.objective.name, total, step) as advance:
         while step < total and not stop():
             begin = time.perf_counter()
-            clips = next(batches)
-            x0_GX = build.to_global(setup.mesh, setup.codec.encode(clips["video"]))
-            context_GSD = build.to_global(setup.mesh, setup.context(clips["caption"]))
+            x0_GX, cond, captions = next_batch(config, setup, batches, step)
+            shape = x0_GX.shape[1:]
             record: dict[str, float] = {}
             x0_BX = trajectory = rewarded = None
             if method.rolls_out:
                 acting = method.rollout_params(s)
                 keep_mean = method.keeps_mean or (method.on_steps and step == 0)
-                x0_BX, trajectory = method.rollout(acting, key, s.step, context_GSD, keep_mean=keep_mean)
+                x0_BX, trajectory = method.rollout(acting, key, s.step, cond, keep_mean=keep_mean, latent_shape=shape)
                 if step == 0 and method.on_steps:
-                    _check_replay(config, setup, acting, trajectory, context_GSD)
+                    _check_replay(config, method, acting, trajectory, cond)
                     if not method.keeps_mean:
                         trajectory = dataclasses.replace(trajectory, mean_old=None)
                 # The rollout is queued behind the gradients of the iteration before: it begins where they end.
                 begin = pending.wait() if pending else begin
                 latents = np.asarray(x0_BX)
                 record["seconds_rollout"] = time.perf_counter() - begin
-                captions = [c for c in clips["caption"] for _ in range(group)]
+                captions = [c for c in captions for _ in range(group)]
                 tickets = [client.submit(latents, captions)]
                 if method.needs_reference_rollouts:
-                    x0, _ = method.rollout(ref_params, key, s.step, context_GSD, keep_mean=False, reference=True)
+                    options = {"keep_mean": False, "reference": True, "latent_shape": shape}
+                    x0, _ = method.rollout(ref_params, key, s.step, cond, **options)
                     tickets.append(client.submit(np.asarray(x0), captions))
             metrics = []
             for u in range(updates):
@@ -390,7 +390,7 @@ def reinforce(
                 data = None
                 if method.has_data:
                     levels = trajectory if method.data_needs_rollout else None
-                    data = method.data(s.params, key, s.step, u, x0_GX, context_GSD, levels)
+                    data = method.data(s.params, key, s.step, u, x0_GX, cond, levels)
                 if method.rolls_out and u == 0:
                     waiting = time.perf_counter()
                     scores, *of_reference = [ticket.result() for ticket in tickets]
@@ -408,7 +408,7 @@ def reinforce(
                     for got in (scores, *of_reference):
                         if got.reason:
                             book.say(f"iteration {step}: {int((~got.valid).sum())} rewards invalid: {got.reason}")
-                s, of_update = method.apply(s, key, u, x0_BX, trajectory, context_GSD, rewarded, data, ref_params)
+                s, of_update = method.apply(s, key, u, x0_BX, trajectory, cond, rewarded, data, ref_params)
                 metrics.append(of_update)
             if pending is not None:
                 log(pending)
@@ -451,11 +451,13 @@ def reinforce(
     return True
 
 
-def evaluate_the_end(config: ConfigDict, workdir: Path, evaluator: Evaluator, s: state.TrainState) -> None:
+def evaluate_the_end(
+    config: ConfigDict, workdir: Path, evaluator: Evaluator, method: Update, s: state.TrainState
+) -> None:
     """In full, where the monitor has ended a run: the report shows what it leaves behind."""
     step = int(s.step)
     if not (workdir / f"eval/{step:06d}/eval.json").exists():
-        evaluator(build.evaluated_params(config, s), step, full=True)
+        evaluator(method.network(build.evaluated_params(config, s)), step, full=True)
 
 
 # ------------------------------------------------------------------------------------------------- the monitor
@@ -538,7 +540,24 @@ def clip_dataset(config: ConfigDict, batch_size: int) -> Any:
         source = build.data_set(config).training()
     except ValueError as error:
         raise error if isinstance(error, ConfigError) else ConfigError(f"config.{error}") from error
-    return pipeline.clip_batches(source, batch_size, config.seed, jax.process_index(), jax.process_count())
+    batches: Any = pipeline.bucketed_batches if config.data.name == "videos" else pipeline.clip_batches
+    return batches(source, batch_size, config.seed, jax.process_index(), jax.process_count())
+
+
+def next_batch(
+    config: ConfigDict, setup: build.Setup, batches: Iterator[dict[str, Any]], step: int
+) -> tuple[jax.Array, dict[str, Any], list[str]]:
+    """Batch `step` on the devices: clean latents (G,C,T,h,w), the condition, and its captions."""
+    clips = next(batches)
+    x0_GX = build.to_global(setup.mesh, setup.latents(clips))
+    given_G = None
+    if config.data.image_to_video > 0:
+        own = len(clips["caption"])  # this process's rows of the global batch
+        first, batch = own * jax.process_index(), own * jax.process_count()
+        given_G = pipeline.image_to_video_mask(config.seed, step, batch, config.data.image_to_video)[
+            first : first + own
+        ]
+    return x0_GX, setup.condition(clips["caption"], x0_GX, given_G), clips["caption"]
 
 
 def _read_ahead(dataset: Any, step: int) -> Iterator[dict[str, Any]]:
@@ -555,10 +574,10 @@ def _check_finite(in_a_row: int, limit: int) -> None:
         )
 
 
-def _check_replay(config: ConfigDict, setup: build.Setup, params: Any, trajectory: Trajectory, context: Any) -> None:
+def _check_replay(config: ConfigDict, method: Update, params: Any, trajectory: Trajectory, cond: Any) -> None:
     """The first update's policy must be the rollout's: max |mean - mean_old| of a recorded step within 1e-3 std."""
     limit = 1e-3 if config.model.dtype == "float32" else 5e-2
-    gap_K = np.asarray(jax.jit(lambda p, t, c: replay_gap(p, t, c, setup))(params, trajectory, context))
+    gap_K = np.asarray(method.replay_gap(params, trajectory, cond))
     if not gap_K.max() <= limit:
         worst = int(gap_K.argmax())
         raise RunStopped(

@@ -10,6 +10,7 @@ Dims: B rollouts, G conditions, N rollouts a condition (B = G N), K trained step
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -20,7 +21,15 @@ from ml_collections import ConfigDict
 from ddrl_jax import build, state
 from ddrl_jax.config import RATIO_OBJECTIVES
 from ddrl_jax.diffusion.sampler import Trajectory, sample
-from ddrl_jax.gradients import PER_ROLLOUT, add, data_gradient, micro_batches, nft_gradient, policy_gradient
+from ddrl_jax.gradients import (
+    PER_ROLLOUT,
+    add,
+    data_gradient,
+    micro_batches,
+    nft_gradient,
+    policy_gradient,
+    replay_gap,
+)
 from ddrl_jax.parallel import mesh as mesh_lib
 from ddrl_jax.rl.advantages import log_partition, mixed_advantages, partition_advantages
 from ddrl_jax.rl.selection import best_of_group, best_of_weights
@@ -57,7 +66,8 @@ class Update:
       data_needs_rollout: the data loss is taken at the rollout's levels with its start noise.
     """
 
-    def __init__(self, config: ConfigDict, setup: build.Setup) -> None:
+    def __init__(self, config: ConfigDict, setup: build.Setup, base: Any = None) -> None:
+        """`base`: the network that an adapter is trained of (lora.rank), else None."""
         self.config, self.setup = config, setup
         self.objective, name = setup.objective, config.objective.name
         self.updates = config.train.updates_per_rollout
@@ -75,13 +85,19 @@ class Update:
         # The rollout's own means are needed where the trained policy is, or becomes, another one.
         self.keeps_mean = self.updates > 1 or config.rollout.ema
         self.optimizer, self.exponent = build.optimizer(config.train), build.ema_exponent(config.train)
-        self.rollout = jax.jit(self._rollout, static_argnames=("keep_mean", "reference"))
-        self.data = jax.jit(self._data)
-        self.apply = jax.jit(self._apply)
+        static = ("latent_shape", "keep_mean", "reference")
+        # The base is an argument: what a compiled function closes over is copied into it.
+        self.rollout = functools.partial(jax.jit(self._rollout, static_argnames=static), base)
+        self.data = functools.partial(jax.jit(self._data), base)
+        self.apply = functools.partial(jax.jit(self._apply), base)
+        self.replay_gap = functools.partial(jax.jit(self._replay_gap), base)
+        merge = jax.jit(lambda base, params: self._over(base).network(params))
+        # The network's parameters from the trained ones.
+        self.network = setup.network if base is None else functools.partial(merge, base)
 
     def networks(self) -> list[str]:
         """The copies of the network in memory, in words."""
-        held = ["policy"]
+        held = ["policy"] if self.config.lora.rank == 0 else ["frozen base", "adapter"]
         held += ["EMA"] if self.exponent is not None else []
         held += ["reference"] if self.needs_reference else []
         return held + (["old policy"] if self.needs_old else [])
@@ -93,35 +109,45 @@ class Update:
         # At step 0 the EMA is the policy already; its first update copies the weights, then it is an average.
         return s.ema if self.config.rollout.ema else s.params
 
+    def _over(self, base: Any) -> build.Setup:
+        return build.with_base(self.config, self.setup, base)
+
+    def _replay_gap(self, base: Any, params: Any, trajectory: Trajectory, cond: dict[str, Any]) -> jax.Array:
+        return replay_gap(params, trajectory, cond, self._over(base))
+
     # ------------------------------------------------------------------------------------------ rollout
 
     def _rollout(
         self,
+        base: Any,
         params: Any,
         key: jax.Array,
         step: jax.Array,
-        context_GSD: jax.Array,
+        cond: dict[str, Any],
         *,
         keep_mean: bool,
         reference: bool = False,
+        latent_shape: tuple[int, ...] | None = None,
     ) -> tuple[jax.Array, Trajectory | None]:
         """x0 (B, C, T, h, w) and the recorded steps, None where nothing trains on them. `reference`: other noise, no
-        record."""
-        ro, setup = self.config.rollout, self.setup
+        record. `latent_shape`: (C, T, h, w) where it is not the config's (portrait clips)."""
+        ro, setup = self.config.rollout, self._over(base)
+        params = params if reference else setup.network(params)
+        latent_shape = latent_shape or setup.latent_shape
         key = jax.random.fold_in(jax.random.fold_in(key, REFERENCE if reference else ROLLOUT), step)
-        shape = (self.batch, *setup.latent_shape)
+        shape = (self.batch, *latent_shape)
         record, stochastic = self._trained_steps(key, step)
         if reference or not (self.on_steps or self.data_needs_rollout):
             record = ()
         noise = None
         if ro.same_noise:
             # The key that `sample` draws the start noise with where it is not given.
-            unit_GX = jax.random.normal(jax.random.split(key)[0], (ro.conditions, *setup.latent_shape))
+            unit_GX = jax.random.normal(jax.random.split(key)[0], (ro.conditions, *latent_shape))
             noise = (jnp.repeat(unit_GX, self.group, axis=0), None)
         x0, trajectory = sample(
             params,
             key,
-            build.cond(context_GSD),
+            cond,
             denoise=setup.rollout_denoise,
             process=setup.process,
             shape=shape,
@@ -152,12 +178,13 @@ class Update:
 
     def _data(
         self,
+        base: Any,
         params: Any,
         key: jax.Array,
         step: jax.Array,
         u: jax.Array,
         x0_GX: jax.Array,
-        context_GSD: jax.Array,
+        cond: dict[str, Any],
         trajectory: Trajectory | None,
     ) -> tuple[jax.Array, dict, Any]:
         """Loss, metrics and gradient of the data loss on update u's share of the conditions."""
@@ -166,9 +193,9 @@ class Update:
             params,
             rng,
             self._share(x0_GX, u, 1),
-            self._share(context_GSD, u, 1),
+            self._share_conditions(cond, u),
             self._share_trajectory(trajectory, u),
-            setup=self.setup,
+            setup=self._over(base),
             objective=self.objective,
             group=self.group,
             micro_batch=self.config.train.micro_batch,
@@ -179,6 +206,9 @@ class Update:
         if self.updates == 1:
             return x
         return jax.lax.dynamic_index_in_dim(micro_batches(x, self.updates, size), u, 0, False)
+
+    def _share_conditions(self, cond: dict[str, Any], u: jax.Array) -> dict[str, Any]:
+        return jax.tree.map(lambda x: self._share(x, u, 1), cond)
 
     def _share_trajectory(self, t: Trajectory | None, u: jax.Array) -> Trajectory | None:
         if t is None or self.updates == 1:
@@ -192,12 +222,13 @@ class Update:
 
     def _apply(
         self,
+        base: Any,
         s: state.TrainState,
         key: jax.Array,
         u: jax.Array,
         x0_BX: jax.Array | None,
         trajectory: Trajectory | None,
-        context_GSD: jax.Array,
+        cond: dict[str, Any],
         rewarded: Rewarded | None,
         data: tuple[jax.Array, dict, Any] | None,
         ref_params: Any,
@@ -213,21 +244,22 @@ class Update:
             key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, NFT), s.step), u)
             adv_B, weight_B, valid_B = self._advantages(rewarded)
             adv_B, weight_B = self._share(adv_B, u, self.group), self._share(weight_B, u, self.group)
-            context, x0 = self._share(context_GSD, u, 1), self._share(x0_BX, u, self.group)
-            common: dict[str, Any] = {"setup": self.setup, "micro_batch": config.train.micro_batch}
+            shared, x0 = self._share_conditions(cond, u), self._share(x0_BX, u, self.group)
+            setup = self._over(base)
+            common: dict[str, Any] = {"setup": setup, "micro_batch": config.train.micro_batch}
             if self.on_steps:
                 t = self._share_trajectory(trajectory, u)
                 assert t is not None, "a policy gradient needs recorded steps"
-                part = policy_gradient(s.params, t, adv_B, weight_B, context, ref_params=ref_params, **common)
+                part = policy_gradient(s.params, t, adv_B, weight_B, shared, ref_params=ref_params, **common)
                 metrics["trained_steps"] = t.step
             elif self.needs_old:
                 nft = {k: config.nft[k] for k in ("beta", "adv_clip", "draws")}
                 part = nft_gradient(
-                    s.params, key, x0, adv_B, weight_B, context,
-                    old_params=s.old, ref_params=ref_params, **nft, **common,
+                    s.params, key, x0, adv_B, weight_B, shared,
+                    old_params=setup.network(s.old), ref_params=ref_params, **nft, **common,
                 )  # fmt: skip
             else:
-                part = self._best_of_n(s.params, key, x0, adv_B, self._share(valid_B, u, self.group), context)
+                part = self._best_of_n(s.params, key, x0, adv_B, self._share(valid_B, u, self.group), shared, setup)
             loss, grads = loss + part[0], add(grads, part[2])
             metrics |= {k: v for k, v in part[1].items() if k not in ("loss", "data_loss", "live")}
         s, step_metrics = state.apply_gradients(
@@ -262,7 +294,14 @@ class Update:
         return adv_B, weight_B, valid_B
 
     def _best_of_n(
-        self, params: Any, key: jax.Array, x0_BX: jax.Array, adv_B: jax.Array, valid_B: jax.Array, context: jax.Array
+        self,
+        params: Any,
+        key: jax.Array,
+        x0_BX: jax.Array,
+        adv_B: jax.Array,
+        valid_B: jax.Array,
+        cond: dict[str, Any],
+        setup: build.Setup,
     ) -> tuple[jax.Array, dict, Any]:
         """Rejection fine-tuning: the diffusion loss on each group's best rollout (RAFT, arXiv 2304.06767)."""
         best_G, alive_G = best_of_group(adv_B, self.group, valid_B)
@@ -271,9 +310,9 @@ class Update:
             params,
             key,
             x0_GX,
-            context,
+            cond,
             None,
-            setup=self.setup,
+            setup=setup,
             objective=dataclasses.replace(self.objective, data_beta=1.0, kl_beta=0.0, data_levels="training"),
             group=self.group,
             micro_batch=self.config.train.micro_batch,

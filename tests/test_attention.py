@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ddrl_jax.parallel import attention as attention_module
 from ddrl_jax.parallel.attention import attention
 
 
@@ -42,3 +43,22 @@ def test_large_logits_are_finite():
     q, k, v = (jnp.float32(x) * 1e3 for x in _inputs())
     value, grad = jax.value_and_grad(lambda q: attention(q, k, v).sum())(q)
     assert np.isfinite(value) and np.isfinite(grad).all()
+
+
+def test_blocks_of_queries_are_the_same_attention(monkeypatch):
+    keys = jax.random.split(jax.random.key(3), 4)
+    q, k, v = (jax.random.normal(key, (2, length, 3, 8)) for key, length in zip(keys, (30, 7, 7), strict=False))
+    weight = jax.random.normal(keys[3], q.shape)
+
+    def value_and_grads(q, k, v):
+        return jax.value_and_grad(lambda *args: jnp.sum(weight * attention_module.attention(*args)), (0, 1, 2))(q, k, v)
+
+    whole, whole_grads = value_and_grads(q, k, v)
+    monkeypatch.setattr(attention_module, "LOGITS_BYTES", 2 * 3 * 7 * 4 * 8)  # 8 queries fit: 5 blocks of 6
+    assert attention_module._blocks(30, 2 * 3 * 30 * 7 * 4) == 5
+    text = str(jax.make_jaxpr(lambda q: attention_module.attention(q, k, v))(q))
+    assert "scan" in text or "while" in text
+    blocked, blocked_grads = value_and_grads(q, k, v)
+    np.testing.assert_allclose(blocked, whole, rtol=1e-5)
+    for a, b in zip(blocked_grads, whole_grads, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

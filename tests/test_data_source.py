@@ -27,7 +27,7 @@ def test_clips_have_the_shape_and_the_words_that_are_said(name, tmp_path):
     for clips in (training.batch(range(30)), data.heldout_clips(30)):
         assert clips["video"].shape == (30, *data.video_shape)
         assert {w for text in clips["caption"] for w in text.split()} <= set(data.vocabulary)
-        values, features = judge(clips["video"], clips)
+        values, features = judge(clips["video"], None, clips)
         assert all(v.shape == (30,) for v in values.values()) and features.shape[0] == 30
     prompts = data.evaluation_prompts(50)
     assert len(prompts["caption"]) == 50 and prompts["caption"] == data.evaluation_prompts(60)["caption"][:50]
@@ -63,7 +63,7 @@ def test_the_judge_of_digits_is_stored_and_read_again(tmp_path):
     clips = data.heldout_clips(20)
 
     def judged():
-        values, features = data.judge(file, seed=0, steps=3, say=said.append)(clips["video"], clips)
+        values, features = data.judge(file, seed=0, steps=3, say=said.append)(clips["video"], None, clips)
         return {**values, "features": features}
 
     first = judged()
@@ -89,7 +89,7 @@ def test_stored_digits_of_another_shape_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: make("letters"), "data.name='letters': must be digits or words"),
+        (lambda: make("letters"), "data.name='letters': must be digits, words or videos"),
         (lambda: make("words", frames=4), "data.frames=4: must be 1 for words"),
         (lambda: make("words", path="x"), "data.path='x': must be '' for words"),
         (lambda: make("digits", path="/nowhere").training(), "data.path = '/nowhere'"),

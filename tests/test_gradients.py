@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ddrl_jax import build, gradients, state, train
+from ddrl_jax import build, gradients, state, train, update
 from ddrl_jax.diffusion.sampler import sample
 from ddrl_jax.rl.advantages import group_advantages
 from ddrl_jax.rl.loss import DataBatch, loss_fn
@@ -80,7 +80,7 @@ def test_accumulated_policy_gradient_is_the_gradient_of_loss_fn(micro_batch, kl_
 
     loss, metrics, grads = jax.jit(
         lambda p: gradients.policy_gradient(
-            p, trajectory, adv, weight, context, setup=setup, micro_batch=micro_batch, ref_params=reference
+            p, trajectory, adv, weight, build.cond(context), setup=setup, micro_batch=micro_batch, ref_params=reference
         )
     )(moved)
     objective = dataclasses.replace(setup.objective, data_beta=0.0)
@@ -116,7 +116,7 @@ def test_a_dead_micro_batch_does_not_dilute_the_means_over_live_slots():
     def metrics(micro_batch):
         call = jax.jit(
             lambda p: gradients.policy_gradient(
-                p, trajectory, adv, weight, context, setup=setup, micro_batch=micro_batch
+                p, trajectory, adv, weight, build.cond(context), setup=setup, micro_batch=micro_batch
             )[1]
         )
         return call(jax.tree.map(lambda p: p * 1.01, params))
@@ -137,7 +137,7 @@ def test_accumulated_data_gradient_is_the_gradient_of_loss_fn(levels):
     rng = jax.random.key(6)
     _, metrics, grads = jax.jit(
         lambda p: gradients.data_gradient(
-            p, rng, x0, context, trajectory, setup=setup, objective=objective, group=GROUP, micro_batch=8
+            p, rng, x0, build.cond(context), trajectory, setup=setup, objective=objective, group=GROUP, micro_batch=8
         )
     )(params)
 
@@ -169,16 +169,16 @@ def test_accumulated_data_gradient_is_the_gradient_of_loss_fn(levels):
 
 def test_replay_is_the_rollout():
     config, setup, params, context, trajectory = _setup()
-    gap = np.asarray(gradients.replay_gap(params, trajectory, context, setup))
+    gap = np.asarray(gradients.replay_gap(params, trajectory, build.cond(context), setup))
     assert gap.shape == (len(STEPS),) and gap.max() < 1e-3
-    train._check_replay(config, setup, params, trajectory, context)
+    train._check_replay(config, update.Update(config, setup), params, trajectory, build.cond(context))
 
 
 def test_a_replay_that_disagrees_stops_the_run():
     config, setup, params, context, trajectory = _setup()
     moved = jax.tree.map(lambda p: p * 1.1, params)
     with pytest.raises(train.RunStopped, match="rollout and training disagree: at step"):
-        train._check_replay(config, setup, moved, trajectory, context)
+        train._check_replay(config, update.Update(config, setup), moved, trajectory, build.cond(context))
 
 
 def _one_update(mesh):
@@ -196,10 +196,11 @@ def _one_update(mesh):
 
     @jax.jit
     def step(s, context, x0):
+        cond = build.cond(context)
         samples, trajectory = sample(
             s.params,
             jax.random.key(3),
-            build.cond(context),
+            cond,
             denoise=setup.denoise,
             process=setup.process,
             shape=(32, *setup.latent_shape),
@@ -208,9 +209,9 @@ def _one_update(mesh):
         )
         adv = group_advantages(jnp.mean(samples, axis=(1, 2, 3, 4)), 4)
         shared = {"setup": setup, "micro_batch": 32}
-        loss_a, _, grads_a = gradients.policy_gradient(s.params, trajectory, adv, jnp.ones(32), context, **shared)
+        loss_a, _, grads_a = gradients.policy_gradient(s.params, trajectory, adv, jnp.ones(32), cond, **shared)
         loss_b, _, grads_b = gradients.data_gradient(
-            s.params, jax.random.key(7), x0, context, None, objective=setup.objective, group=4, **shared
+            s.params, jax.random.key(7), x0, cond, None, objective=setup.objective, group=4, **shared
         )
         grads = gradients.add(grads_a, grads_b)
         s, _ = state.apply_gradients(s, grads, loss_a + loss_b, optimizer, ema_exponent=6.9)

@@ -21,10 +21,13 @@ RANK = {
     "build": 6,
     "monitor": 6,
     "gradients": 7,
+    "export": 8,
     "update": 8,
     "train": 9,
     "evaluate": 9,
+    "check": 9,
     "prepare": 10,
+    "prepare_videos": 11,
     "study": 11,
     "main": 12,
 }
@@ -93,7 +96,10 @@ def run(code):
     assert done.returncode == 0, done.stderr
 
 
-TRAINER = "import ddrl_jax.main, ddrl_jax.train, ddrl_jax.evaluate, ddrl_jax.report"
+TRAINER = (
+    "import ddrl_jax.main, ddrl_jax.train, ddrl_jax.evaluate, ddrl_jax.report, ddrl_jax.check, ddrl_jax.export, "
+    "ddrl_jax.prepare_videos, ddrl_jax.models.text_encoder, ddrl_jax.checkpoint.torch_files"
+)
 
 
 def blocked(*modules):
@@ -102,18 +108,19 @@ def blocked(*modules):
 
 
 def test_the_trainer_works_without_torch():
-    run(blocked("torch", "fastapi", "uvicorn") + TRAINER)
+    run(blocked("torch", "transformers", "diffusers", "fastapi", "uvicorn") + TRAINER)
 
 
 def test_the_trainer_never_imports_torch_where_it_is():
-    run(f"import sys\n{TRAINER}\nassert 'torch' not in sys.modules")
+    run(f"import sys\n{TRAINER}\nassert not {{'torch', 'transformers', 'diffusers'}} & set(sys.modules)")
 
 
 def test_the_sidecar_works_without_jax():
     pytest.importorskip("torch", reason="the sidecar's own environment has it; the test extra installs it")
     run(
         blocked("jax", "jaxlib", "flax", "optax", "orbax", "grain", "chex", "ml_collections", "sklearn")
-        + "import ddrl_jax.sidecar.__main__, ddrl_jax.sidecar.server, ddrl_jax.sidecar.worker\n"
+        + "import ddrl_jax.sidecar.__main__, ddrl_jax.sidecar.server, ddrl_jax.sidecar.worker, ddrl_jax.sidecar.wan_vae, "
+        + "ddrl_jax.sidecar.convert\n"
         + "import ddrl_jax.sidecar.scorers.digits, ddrl_jax.sidecar.scorers.digits_training"
     )
 

@@ -90,7 +90,7 @@ class Run:
         shape = (self.config.rollout.conditions, *self.setup.latent_shape)
         self.x0_GX = jax.random.normal(jax.random.key(4), shape)
         words = ["a seven moving up", "a two moving down"]
-        self.context = jnp.asarray(self.setup.context(words))
+        self.cond = self.setup.condition(words)
 
     @functools.cached_property
     def ref(self):
@@ -100,7 +100,7 @@ class Run:
         m = self.method
         params = self.ref if reference else m.rollout_params(self.state)
         keep = m.keeps_mean if keep_mean is None else keep_mean
-        return m.rollout(params, self.key, self.state.step, self.context, keep_mean=keep, reference=reference)
+        return m.rollout(params, self.key, self.state.step, self.cond, keep_mean=keep, reference=reference)
 
     def rewarded(self, x0, valid=None):
         valid = jnp.ones(len(x0), bool) if valid is None else jnp.asarray(valid)
@@ -119,9 +119,9 @@ class Run:
             data = None
             if m.has_data:
                 levels = trajectory if m.data_needs_rollout else None
-                data = m.data(self.state.params, self.key, self.state.step, u, self.x0_GX, self.context, levels)
+                data = m.data(self.state.params, self.key, self.state.step, u, self.x0_GX, self.cond, levels)
             self.state, of_update = m.apply(
-                self.state, self.key, u, x0, trajectory, self.context, rewarded, data, self.ref
+                self.state, self.key, u, x0, trajectory, self.cond, rewarded, data, self.ref
             )
             metrics.append(of_update)
         return metrics
@@ -227,7 +227,7 @@ def test_guidance_reaches_rollout_and_policy_each_on_its_own():
     steep = [float(Run(**f).iterate()[0]["step_grad_norm"].sum()) for f in ({}, {"train.guidance": 2.0})]
     assert steep[1] != pytest.approx(steep[0], rel=5e-3)
     x, sigma = jnp.ones((8, *plain.setup.latent_shape)), jnp.ones(8)
-    cond = build.cond(plain.context)
+    cond = plain.cond
     same = plain.setup.denoise(plain.base, x, sigma, cond)
     np.testing.assert_array_equal(plain.setup.policy_denoise(plain.base, x, sigma, cond), same)
     np.testing.assert_array_equal(train.setup.rollout_denoise(plain.base, x, sigma, cond), same)
@@ -255,7 +255,7 @@ def test_rejection_fine_tuning_trains_on_the_best_of_each_group(monkeypatch):
     monkeypatch.setattr(update, "data_gradient", gradient)
     rewarded = run.rewarded(x0)
     adv_B, _, valid_B = run.method._advantages(rewarded)
-    run.method._best_of_n(run.base, run.key, x0, adv_B, valid_B.at[4:].set(False), run.context)
+    run.method._best_of_n(run.base, run.key, x0, adv_B, valid_B.at[4:].set(False), run.cond, run.setup)
     ((x0_GX, alive_G),) = seen
     best = int(x0[:4].mean((1, 2, 3, 4)).argmax())
     np.testing.assert_array_equal(x0_GX[0], x0[best])

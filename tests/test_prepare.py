@@ -122,7 +122,7 @@ def by_hand(i, guidance=0.0):
 
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), prepare.STREAM), i)
     noise = jax.random.normal(key, (config.eval.num_steps + 1, 1, *setup.latent_shape))
-    context = setup.context(train.clip_dataset(config, 1)[i]["caption"])
+    context = setup.text.embed(train.clip_dataset(config, 1)[i]["caption"])
 
     @jax.jit
     def draw(params, context, noise):

@@ -114,15 +114,15 @@ def _evaluations_made(c):
     policy, reference = {"a": jnp.float32(0.5)}, {"a": jnp.float32(0.25)}
     m = method("policy")
     s = build.train_state(m.setup, policy, m.optimizer, m.exponent, old=m.needs_old)
-    key, context = jax.random.key(0), jnp.zeros((2, 10, 8))
+    key, cond = jax.random.key(0), build.cond(jnp.zeros((2, 10, 8)))
     x0_BX = trajectory = rewarded = None
     if m.rolls_out:
         # DiffusionNFT's old policy is still the policy when it rolls out.
-        x0_BX, trajectory = method("rollout").rollout(m.rollout_params(s), key, s.step, context, keep_mean=m.keeps_mean)
+        x0_BX, trajectory = method("rollout").rollout(m.rollout_params(s), key, s.step, cond, keep_mean=m.keeps_mean)
         r = np.arange(8, dtype=np.float32)
         back = None
         if m.needs_reference_rollouts:
-            method("reference").rollout(reference, key, s.step, context, keep_mean=False, reference=True)
+            method("reference").rollout(reference, key, s.step, cond, keep_mean=False, reference=True)
             back = r, np.ones(8, bool)
         rewarded = update.to_device(m.setup.mesh, r[None], np.ones(1, np.float32), np.ones(8, bool), back)
     if m.needs_old:
@@ -132,10 +132,10 @@ def _evaluations_made(c):
         if m.has_data:
             x0_GX = jnp.zeros((2, *m.setup.latent_shape))
             data = method("data").data(
-                policy, key, s.step, u, x0_GX, context, trajectory if m.data_needs_rollout else None
+                policy, key, s.step, u, x0_GX, cond, trajectory if m.data_needs_rollout else None
             )
         m.apply(
-            s, key, u, x0_BX, trajectory if m.on_steps else None, context, rewarded, data,
+            s, key, u, x0_BX, trajectory if m.on_steps else None, cond, rewarded, data,
             reference if m.needs_reference else None,
         )  # fmt: skip
     return {name: made[name] for name in ("rollout", "policy", "data", "reference")}

@@ -17,7 +17,7 @@ def config():
     c.process.high_sigma_ratio = 0.0
     c.text.dim = 8
     with c.unlocked():
-        c.model = config_lib.ConfigDict(
+        c.model.update(
             dict(
                 width=32,
                 depth=1,

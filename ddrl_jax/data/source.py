@@ -9,6 +9,7 @@ Shape legend: N clips, C channels, T frames, H rows, W columns, F features.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,19 +17,25 @@ from typing import Any, Protocol
 import numpy as np
 
 from ddrl_jax.data import digits, pipeline, words
+from ddrl_jax.data.latent_cache import LatentCache
+from ddrl_jax.data.prompts import read_prompts
+from ddrl_jax.data.video import read_image
 from ddrl_jax.models import digit_judge
 from ddrl_jax.models.pixel_features import PixelFeatures
 
 JUDGE_CLIPS = 20_000  # of digits, rendered from the judge's own scans
+LATENTS = "latents"  # the folder in data.path
 PIXEL_CLIPS, PIXEL_COMPONENTS = 1500, 32  # of words
 
 
 class Judge(Protocol):
     """Looks at generated clips: what the policy is never trained on."""
 
-    def __call__(self, videos_NCTHW: np.ndarray, asked: dict[str, Any]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Clips and what was asked for (`evaluation_prompts`, `heldout_clips`) -> values by name, each (N,), higher
-        is better; and features (N,F) for a Fréchet distance."""
+    def __call__(
+        self, videos_NCTHW: Any, latents: np.ndarray, asked: dict[str, Any]
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Clips (None where only latents are stored), their latents, and what was asked for (`evaluation_prompts`,
+        `heldout_clips`) -> values by name, each (N,), higher is better; and features (N,F) for a Fréchet distance."""
 
 
 class DataSet(Protocol):
@@ -62,16 +69,34 @@ class DataSet(Protocol):
         """The judge: read from `file` where it is there, else made (and stored, where making it takes long)."""
 
 
-def data_set(name: str, *, frames: int, size: int, seed: int, path: str = "", limit: int = 0) -> DataSet:
+def data_set(
+    name: str,
+    *,
+    frames: int,
+    size: int,
+    seed: int,
+    long_size: int = 0,
+    path: str = "",
+    limit: int = 0,
+    heldout: int = 0,
+    prompts: str = "",
+    image_to_video: float = 0.0,
+    fingerprint: dict[str, Any] | None = None,
+) -> DataSet:
     """The data set of that name.
 
     Args:
-      name: "digits" or "words".
+      name: "digits", "words" or "videos".
       frames: of a clip; words have 1.
-      size: rows of a clip; digits are square, words three times as wide.
+      size: rows of a clip; digits are square, words three times as wide; of videos the short edge.
       seed: of the training clips.
-      path: a folder with clips to train on; "" renders them.
+      long_size: of videos, the long edge.
+      path: a folder with clips to train on; "" renders them. Of videos, the folder with latents/.
       limit: train on the first so many only; 0 is all.
+      heldout: of videos, how many clips are set aside.
+      prompts: of videos, a file of captions to evaluate on; "": those of held-out clips.
+      image_to_video: of videos, the share of held-out clips whose first frame is given in evaluations.
+      fingerprint: of videos, what their latents are to be a function of.
 
     Raises:
       ValueError: one line with the field, its value and what would be right.
@@ -80,7 +105,9 @@ def data_set(name: str, *, frames: int, size: int, seed: int, path: str = "", li
         return Digits(frames, size, seed, path, limit)
     if name == "words":
         return Words(frames, size, seed, path, limit)
-    raise ValueError(f"data.name={name!r}: must be digits or words")
+    if name == "videos":
+        return Videos(frames, size, long_size, seed, Path(path), limit, heldout, prompts, image_to_video, fingerprint)
+    raise ValueError(f"data.name={name!r}: must be digits, words or videos")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +164,9 @@ class Digits:
 class _DigitJudge:
     net: digit_judge.Judge
 
-    def __call__(self, videos_NCTHW: np.ndarray, asked: dict[str, Any]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    def __call__(
+        self, videos_NCTHW: np.ndarray, latents: np.ndarray, asked: dict[str, Any]
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
         seen = self.net(videos_NCTHW)
         values = {
             "judge_digit": seen["digit_prob"].argmax(1) == asked["digit"],
@@ -193,5 +222,77 @@ class Words:
 class _PixelJudge:
     features: PixelFeatures
 
-    def __call__(self, videos_NCTHW: np.ndarray, asked: dict[str, Any]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    def __call__(
+        self, videos_NCTHW: np.ndarray, latents: np.ndarray, asked: dict[str, Any]
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
         return {}, self.features(videos_NCTHW)
+
+
+@dataclasses.dataclass(frozen=True)
+class Videos:
+    """Captioned videos, as the latents that --mode=prepare made of them (`data.latent_cache`).
+
+    No judge net knows arbitrary videos; what guards against hacking is the held-out diffusion loss, image statistics,
+    and a Fréchet distance of latent statistics, which training never sees.
+    """
+
+    frames: int
+    size: int
+    long_size: int
+    seed: int
+    path: Path
+    limit: int
+    heldout: int
+    prompts: str
+    image_to_video: float
+    fingerprint: dict[str, Any] | None = None
+    title = "videos"
+    vocabulary = ()
+
+    @property
+    def video_shape(self) -> tuple[int, int, int, int]:
+        return 3, self.frames, self.size, self.long_size
+
+    @functools.cached_property
+    def cache(self) -> LatentCache:
+        """The latents. Raises ValueError, one line naming data.path."""
+        return LatentCache(self.path / LATENTS, fingerprint=self.fingerprint, heldout=self.heldout)
+
+    def training(self) -> pipeline.BucketedSource:
+        return self.cache.split("train", limit=self.limit)
+
+    def _heldout(self) -> tuple[Any, np.ndarray]:
+        """Held-out clips of the most common shape: a held-out loss and an evaluation have one shape."""
+        clips = self.cache.split("heldout")
+        return clips, max(clips.buckets.values(), key=len)
+
+    def evaluation_prompts(self, count: int) -> dict[str, Any]:
+        if self.prompts:
+            asked = read_prompts(self.prompts)
+            picked = [asked[i % len(asked)] for i in range(count)]
+            pictures = {p.image: read_image(p.image, self.size, self.long_size) for p in asked if p.image}
+            first = [pictures[p.image] if p.image else None for p in picked]
+            return {"caption": [p.caption for p in picked], "first": first}
+        clips, index = self._heldout()
+        rows = clips.batch(index)
+        i = np.arange(count)
+        given = np.floor((i + 1) * self.image_to_video) > np.floor(i * self.image_to_video)
+        first = [rows["latent"][n % len(index)][:, 0] if given[n] else None for n in i]
+        return {"caption": [rows["caption"][n % len(index)] for n in i], "first": first}
+
+    def heldout_clips(self, count: int) -> dict[str, Any]:
+        clips, index = self._heldout()
+        return clips.batch(index[:count])
+
+    def judge(self, file: Path, *, seed: int, steps: int, say: Callable[[str], None]) -> Judge:
+        return _LatentJudge()
+
+
+class _LatentJudge:
+    """Mean and standard deviation of each latent channel, in space and time, of a clip."""
+
+    def __call__(
+        self, videos_NCTHW: np.ndarray, latents: np.ndarray, asked: dict[str, Any]
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        axes = (2, 3, 4)
+        return {}, np.concatenate([latents.mean(axes, np.float64), latents.std(axes, dtype=np.float64)], axis=1)

@@ -12,8 +12,15 @@ _HOME = {
     "cosmos_14b": "cosmos_dit",
     "CosmosDenoiser": "denoiser",
     "cosmos_denoiser": "denoiser",
+    "QwenText": "qwen_text",
+    "QwenTextConfig": "qwen_text",
+    "TextEncoder": "text_encoder",
     "Unshuffle": "unshuffle",
+    "WanCodec": "wan_codec",
+    "WanVAE": "wan_vae",
+    "WanVAEConfig": "wan_vae",
     "WordTable": "word_table",
+    "embed_text": "qwen_text",
 }
 __all__ = sorted(_HOME)
 

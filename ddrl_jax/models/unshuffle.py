@@ -29,6 +29,16 @@ class Unshuffle:
         if self.factor < 1 or not self.std > 0:
             raise ValueError(f"unshuffle: factor {self.factor} and std {self.std} must be positive")
 
+    def latent_shape(self, video_CTHW: tuple[int, ...]) -> tuple[int, int, int, int]:
+        """(C, T, H, W) of a clip -> (C*f*f, T, H/f, W/f) of its latent."""
+        C, T, H, W = video_CTHW
+        return C * self.factor**2, T, H // self.factor, W // self.factor
+
+    def video_shape(self, latent_CTHW: tuple[int, ...]) -> tuple[int, int, int, int]:
+        """The inverse of `latent_shape`."""
+        C, T, h, w = latent_CTHW
+        return C // self.factor**2, T, h * self.factor, w * self.factor
+
     def encode(self, video_BCTHW: Array) -> Array:
         """Video (B, C, T, H, W) in [-1, 1] -> latent (B, C*f*f, T, H/f, W/f) of mean 0 and std 1, the same dtype.
 

@@ -7,12 +7,14 @@ scorer that the server does not have) is raised.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
 import math
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ddrl_jax.rewards")
 
+_REQUEST_BYTES = 256 << 20  # of the array, before it is narrowed for the wire
+
 
 class _Retryable(Exception):
     """Worth another attempt: no connection, no answer in time, a 5xx, an answer that is no answer."""
@@ -50,7 +54,7 @@ class Scores:
       scores: name ("digits/text_alignment") -> (B,) float32, NaN where invalid. Empty when nothing came back.
       valid: (B,) bool: every score with a weight is there and finite.
       reason: why some or all are invalid, one line; "" when all are valid.
-      seconds: from submit to answer.
+      seconds: from submit to answer; of a batch in several requests, their sum.
       attempts: how many times the batch was sent.
     """
 
@@ -200,7 +204,7 @@ class RewardClient:
 
         def work() -> None:
             try:
-                ticket._scores = self._collect(array, list(prompts))
+                ticket._scores = self._in_requests(array, list(prompts))
             except BaseException as error:
                 ticket._fault = error
             finally:
@@ -208,6 +212,19 @@ class RewardClient:
 
         threading.Thread(target=work, name="reward", daemon=True).start()
         return ticket
+
+    def _in_requests(self, array: np.ndarray, prompts: list[str]) -> Scores:
+        """A batch in as many requests as its size asks for, two on their way at a time: latents of 128 clips of 720p
+        have 2.8 GB, more than a server takes at once."""
+        requests = -(-array.nbytes // _REQUEST_BYTES)
+        if requests == 1:
+            return self._collect(array, prompts)
+        edges = np.unique(np.linspace(0, len(array), requests + 1).astype(int))
+        with ThreadPoolExecutor(2, "reward") as pool:
+            parts = pool.map(
+                lambda rows: self._collect(array[slice(*rows)], prompts[slice(*rows)]), itertools.pairwise(edges)
+            )
+            return _joined(list(parts))
 
     def _collect(self, array: np.ndarray, prompts: list[str]) -> Scores:
         began = time.monotonic()
@@ -404,6 +421,22 @@ def _columns(answer: httpx.Response, scorer: str, count: int) -> dict[str, np.nd
     if not columns:
         raise _Final(f"no scores of {scorer} in the answer: {one_line(answer.text, 80)!r}")
     return columns
+
+
+def _joined(parts: list[Scores]) -> Scores:
+    """The scores of a batch that went in several requests; NaN where a request lacks one."""
+    names = dict.fromkeys(name for part in parts for name in part.scores)
+    columns = {
+        name: np.concatenate([p.scores.get(name, np.full(len(p.valid), np.nan, np.float32)) for p in parts])
+        for name in names
+    }
+    return Scores(
+        scores=columns,
+        valid=np.concatenate([p.valid for p in parts]),
+        reason="; ".join(dict.fromkeys(p.reason for p in parts if p.reason)),
+        seconds=sum(p.seconds for p in parts),
+        attempts=max(p.attempts for p in parts),
+    )
 
 
 def _as_float(value: int | float) -> float:

@@ -1,0 +1,182 @@
+"""--mode=prepare for videos: a folder of captioned videos, or a list of prompts, -> the latents that training reads.
+
+Videos are decoded ahead in threads, encoded with the VAE and stored with their captions (`data.latent_cache`); what
+cannot be used is reported and skipped. Prompts instead of videos are answered by the base model: synthetic data for the
+diffusion loss (paper, Table 4), sample i a pure function of (seed, i, parameters). With text_encoder.where=cached the
+captions' features are stored too. A call that was stopped goes on where it was; training makes what is missing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from ddrl_jax import build, train
+from ddrl_jax.config import ConfigError
+from ddrl_jax.data import source, video_folder
+from ddrl_jax.data.latent_cache import CacheWriter, LatentCache
+from ddrl_jax.data.prompts import read_prompts
+from ddrl_jax.logbook import Logbook
+from ddrl_jax.prepare import sampler
+
+SHARD_BYTES = 256 << 20
+
+
+def run(config: ConfigDict, workdir: Path, *, arguments: Sequence[str] = ()) -> bool:
+    """Prepares into prepare.out, or into data.path where that is "". Returns False when it was stopped.
+
+    Raises:
+      ConfigError: no videos, no usable one, another cache there, weights that do not fit.
+    """
+    del arguments
+    build.one_process()
+    lock = build.own_workdir(workdir)
+    book = Logbook(workdir, primary=jax.process_index() == 0, tensorboard=False)
+    try:
+        out = Path(config.prepare.out or config.data.path)
+        with train.interrupts() as stop:
+            make = _synthesise if config.prepare.prompts else _encode
+            if not make(config, out, book, stop):
+                return False
+            if config.text_encoder.where == "cached" and not _embed(config, out, book, stop):
+                return False
+        book.say(f"prepared: {out / source.LATENTS}; training reads it with --config.data.path={out}")
+        return True
+    except ValueError as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(f"config.{error}") from error
+    finally:
+        book.close()
+        lock.close()
+
+
+def ensure(config: ConfigDict, workdir: Path) -> bool:
+    """At the start of training: prepares data.path unless it is prepared. Returns False when it was stopped."""
+    try:
+        cache = LatentCache(Path(config.data.path) / source.LATENTS, fingerprint=build.latent_fingerprint(config))
+    except ValueError as error:
+        if not (Path(config.data.path) / "videos").is_dir():
+            raise ConfigError(
+                f"config.{error}; config.data.path={config.data.path!r} has no videos/ to make it of either"
+            ) from error
+        return run(_here(config), workdir)
+    if config.text_encoder.where == "cached":
+        features = build.text_cache(config)
+        if features.missing([*cache.captions, *_asked(config)]):
+            return run(_here(config), workdir)
+    return True
+
+
+def _here(config: ConfigDict) -> ConfigDict:
+    """The config that prepares data.path from its own videos, whatever --mode=prepare was asked for."""
+    here = config.copy_and_resolve_references()
+    here.prepare.out, here.prepare.prompts = "", ""
+    return here
+
+
+def _encode(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool:
+    data = config.data
+    if not (Path(data.path) / "videos").is_dir() and (out / source.LATENTS).is_dir():
+        return True  # latents without their videos: nothing to encode, captions may still be
+    with book.working("videos: looked at one by one"):
+        folder = video_folder.VideoFolder(
+            data.path, frames=data.frames, fps=data.fps, size=data.size, long_size=data.long_size
+        )
+    book.say(f"{data.path}: {len(folder)} videos to use, {len(folder.skipped)} skipped")
+    if len(folder) <= config.eval.heldout_clips:
+        raise ConfigError(
+            f"config.eval.heldout_clips={config.eval.heldout_clips}: must be below the {len(folder)} usable videos of "
+            f"config.data.path={data.path!r}"
+        )
+    mesh = build.make_mesh(config)
+    codec = build.build_codec(config, mesh)
+    with _writer(config, out) as cache:
+        for name, reason in folder.skipped:
+            cache.skip(name, reason)
+            book.say(f"skipped {name}: {reason}")
+        todo = video_folder.clip_dataset(folder, done=cache.done)
+        with book.progress("encoding videos", len(folder), len(folder) - len(todo)) as advance:
+            for clip in todo.to_iter_dataset(video_folder.READ_AHEAD):
+                if stop():
+                    book.say("stopped; the same command goes on")
+                    return False
+                if "error" in clip:
+                    cache.skip(clip["name"], clip["error"])
+                    book.say(f"skipped {clip['name']}: {clip['error']}")
+                else:
+                    pixels_CTHW = np.moveaxis(clip["video"].astype(np.float32) / 127.5 - 1.0, -1, 0)
+                    cache.add(clip["name"], codec.encode(pixels_CTHW[None])[0], clip["caption"])
+                advance()
+        cache.finish()
+    return True
+
+
+def _synthesise(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool:
+    """prepare.clips samples of the base, in landscape, of the prompts again and again."""
+    prompts, count, size = read_prompts(config.prepare.prompts), config.prepare.clips, config.eval.chunk
+    setup = build.build(config)
+    if config.pretrain.from_run:
+        train.check_base(config)
+        params = train.load_base(config, setup, book)
+    else:
+        params = build.init_params(config, setup, jax.random.key(config.seed))
+    draw = sampler(config, setup)
+    with _writer(config, out) as cache:
+        names = [f"synthetic-{i:07d}" for i in range(count)]
+        with book.progress("synthetic clips", count, sum(n in cache.done for n in names)) as advance:
+            for start in range(0, count, size):
+                if stop():
+                    book.say("stopped; the same command goes on")
+                    return False
+                rows = [i for i in range(start, start + size) if i < count and names[i] not in cache.done]
+                if not rows:
+                    continue
+                index_B = np.arange(start, start + size)
+                captions = [prompts[i % len(prompts)].caption for i in index_B]
+                x0 = np.asarray(draw(params, build.to_global(setup.mesh, index_B), setup.condition(captions)))
+                for i in rows:
+                    if not np.isfinite(x0[i - start]).all():
+                        raise train.RunStopped(
+                            f"synthetic clip {i} is not finite; the base, config.process or config.prepare.guidance is "
+                            "at fault. What was written stays"
+                        )
+                    cache.add(names[i], x0[i - start], captions[i - start])
+                advance(len(rows))
+        cache.finish()
+    return True
+
+
+def _writer(config: ConfigDict, out: Path) -> CacheWriter:
+    """Shards of about SHARD_BYTES: what a kill may cost."""
+    clip_bytes = 4 * int(np.prod(build.latent_shape(config)))
+    folder = out / source.LATENTS
+    return CacheWriter(folder, build.latent_fingerprint(config), max(1, SHARD_BYTES // clip_bytes))
+
+
+def _asked(config: ConfigDict) -> Iterator[str]:
+    """The captions of evaluations that are not those of held-out clips."""
+    if config.eval.prompts:
+        yield from (p.caption for p in read_prompts(config.eval.prompts))
+
+
+def _embed(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool:
+    """Stores the features of all captions."""
+    there = config.copy_and_resolve_references()
+    there.data.path = str(out)
+    features = build.text_cache(there)
+    todo = features.missing([*LatentCache(out / source.LATENTS).captions, *_asked(config)])
+    if not todo:
+        return True
+    tower = build.text_tower(config, build.make_mesh(config))
+    with book.progress("embedding captions", len(todo)) as advance:
+        for caption in todo:
+            if stop():
+                book.say("stopped; the same command goes on")
+                return False
+            features.add(caption, tower.embed([caption])[0])
+            advance()
+    return True
