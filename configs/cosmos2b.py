@@ -64,7 +64,7 @@ def get_config():
     # --- rewards, evaluation, devices ---
     config.reward.wire, config.reward.fps, config.reward.timeout_s = "bfloat16", 16.0, 3600.0
     config.eval.num_steps, config.eval.guidance = 35, 7.0
-    config.eval.clips, config.eval.clips_during, config.eval.heldout_clips, config.eval.chunk = 128, 128, 128, 128
-    config.pretrain.batch_size = 128  # nothing is pre-trained; only has to fit the mesh
+    config.eval.clips, config.eval.clips_during, config.eval.heldout_clips, config.eval.chunk = 128, 32, 128, 8
+    config.checkpoint.every = 10  # an iteration takes many minutes
     config.mesh.replica, config.mesh.fsdp, config.mesh.context = -1, 8, 2
     return config

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from ddrl_jax import rewards, state
-from ddrl_jax.checkpoint import load_pretrained
+from ddrl_jax.checkpoint import load_pretrained, torch_files
 from ddrl_jax.config import PROCESS_FIELDS, RATIO_OBJECTIVES, ConfigError, get
 from ddrl_jax.data import digits, source
 from ddrl_jax.data.text_cache import TextCache
@@ -139,7 +140,7 @@ def build(config: ConfigDict, *, without_text: bool = False) -> Setup:
     tower, where no caption is embedded. Raises `ConfigError`."""
     mesh = make_mesh(config)
     shards = mesh_lib.batch_shards(mesh)
-    for field in ("train.micro_batch", "pretrain.batch_size", "eval.chunk"):
+    for field in ("train.micro_batch", "eval.chunk", *["pretrain.batch_size"] * (config.pretrain.steps > 0)):
         if get(config, field) % shards:
             raise ConfigError(
                 f"config.{field}={get(config, field)}: must be a multiple of the mesh's replica * fsdp = {shards}"
@@ -183,10 +184,18 @@ def build_codec(config: ConfigDict, mesh: Mesh) -> Unshuffle | WanCodec:
     if codec.name == "unshuffle":
         return Unshuffle(codec.factor, codec.mean, codec.std)
     try:
-        graphdef, params = load_pretrained(codec.path, mesh=mesh, compute_dtype=codec.dtype)
+        graphdef, params = load_pretrained(weights_file(config, codec.path), mesh=mesh, compute_dtype=codec.dtype)
         return WanCodec(graphdef, params, tile=codec.tile)
     except ValueError as error:
         raise ConfigError(f"config.codec.path={codec.path!r}: {error}") from error
+
+
+def weights_file(config: ConfigDict, path: str) -> Path:
+    """A torch file as safetensors, converted in the sidecar's environment (reward.env); anything else as it is."""
+    file, env = Path(path), config.reward.env
+    if file.suffix not in torch_files.SUFFIXES or not file.is_file():
+        return file
+    return torch_files.to_safetensors(file, rewards.env_python(env) if env not in ("", "this") else None)
 
 
 def build_text(config: ConfigDict, mesh: Mesh) -> Text:
@@ -197,7 +206,7 @@ def build_text(config: ConfigDict, mesh: Mesh) -> Text:
     if text.where == "cached":
         return text_cache(config)
     if text.where == "sidecar":
-        return rewards.SidecarText(**size)
+        return rewards.SidecarText(**size, timeout_s=max(600.0, config.reward.timeout_s))
     return text_tower(config, mesh)
 
 
@@ -231,7 +240,8 @@ def check_text_files(config: ConfigDict) -> None:
 def text_cache(config: ConfigDict) -> TextCache:
     """The features of captions in data.path, and what they must be a function of."""
     text = config.text_encoder
-    made = {"tower": Path(text.path).name, "strategy": text.strategy, "dtype": text.dtype}
+    made = {"tower": signature(text.path), "strategy": text.strategy}
+    made["tokenizer"] = signature(Path(text.tokenizer or text.path) / "tokenizer.json")
     size = {"length": config.text.length, "dim": config.text.dim}
     return TextCache(Path(config.data.path) / "text", fingerprint=made, **size)
 
@@ -240,18 +250,41 @@ def data_set(config: ConfigDict) -> source.DataSet:
     """What data.name stands for."""
     fields: dict[str, Any] = {f: config.data[f] for f in ("name", "frames", "size", "long_size", "path", "limit")}
     fields |= {"heldout": config.eval.heldout_clips, "prompts": config.eval.prompts}
-    fields |= {"image_to_video": config.data.image_to_video, "fingerprint": latent_fingerprint(config)}
+    fields |= {
+        "image_to_video": config.data.image_to_video,
+        "fingerprint": functools.partial(latent_fingerprint, config),
+    }
     try:
         return source.data_set(**fields, seed=config.seed)
     except ValueError as error:
         raise ConfigError(f"config.{error}") from error
 
 
+@functools.cache
+def signature(path: str | os.PathLike[str]) -> str:
+    """Of a file, or of a folder's safetensors files: a hash of their sizes and of samples of their bytes. Tells weights
+    apart without reading gigabytes. Raises ConfigError where there are none."""
+    path = Path(path)
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{str(path)!r}: there is no such file, nor a folder with .safetensors files")
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(str(size).encode())
+        with file.open("rb") as stream:
+            for i in range(17):
+                stream.seek(max(0, size - 4096) * i // 16)
+                digest.update(stream.read(4096))
+    return digest.hexdigest()[:16]
+
+
 def latent_fingerprint(config: ConfigDict) -> dict[str, Any]:
     """What the stored latents of videos are a function of."""
     data = config.data
     return {
-        "codec": Path(config.codec.path).name,
+        "codec": signature(config.codec.path),
+        "codec_dtype": config.codec.dtype,
         "frames": data.frames,
         "size": data.size,
         "long_size": data.long_size,
@@ -269,7 +302,7 @@ def evaluation(config: ConfigDict, setup: Setup) -> tuple[Denoiser, AnyProcess]:
 def _denoiser(config: ConfigDict, process: str) -> CosmosDenoiser:
     """The network under a process's own level: the same network serves them all."""
     level: Literal["edm", "flow"] = "edm" if process == "edm_churn" else "flow"
-    return cosmos_denoiser(_graphdef(config), use_rf_ckpts=config.model.use_rf_ckpts, level=level)
+    return cosmos_denoiser(graphdef(config), use_rf_ckpts=config.model.use_rf_ckpts, level=level)
 
 
 def _model_config(config: ConfigDict) -> CosmosDiTConfig:
@@ -281,7 +314,7 @@ def _model_config(config: ConfigDict) -> CosmosDiTConfig:
         raise ConfigError(f"config.model: {error}") from error
 
 
-def _graphdef(config: ConfigDict) -> nnx.GraphDef:
+def graphdef(config: ConfigDict) -> nnx.GraphDef:
     return nnx.split(nnx.eval_shape(lambda: CosmosDiT(_model_config(config), rngs=nnx.Rngs(0))))[0]
 
 
@@ -313,7 +346,7 @@ def trained_params(config: ConfigDict, base: Any) -> Any:
 def init_params(config: ConfigDict, setup: Setup, key: jax.Array | None) -> Any:
     """Parameters, float32, sharded over fsdp: freshly drawn, or those of model.checkpoint."""
     if config.model.checkpoint:
-        return _pretrained_params(config, setup)
+        return pretrained_params(config, setup.mesh)
     assert key is not None, "without a checkpoint parameters are drawn"
 
     def init(key: jax.Array) -> Any:
@@ -323,10 +356,12 @@ def init_params(config: ConfigDict, setup: Setup, key: jax.Array | None) -> Any:
     return jax.jit(init, out_shardings=shardings)(key)
 
 
-def _pretrained_params(config: ConfigDict, setup: Setup) -> Any:
+def pretrained_params(config: ConfigDict, mesh: Mesh) -> Any:
+    """The parameters of model.checkpoint, float32, sharded over fsdp. Raises `ConfigError` where they do not fit."""
     path, want = config.model.checkpoint, _model_config(config)
     try:
-        graphdef, params = load_pretrained(path, which=config.model.weights, mesh=setup.mesh, dtype="float32")
+        file = weights_file(config, path)
+        graphdef, params = load_pretrained(file, which=config.model.weights, mesh=mesh, dtype="float32")
     except ValueError as error:
         raise ConfigError(f"config.model.checkpoint={path!r}: {error}") from error
     model = nnx.merge(graphdef, params)
@@ -431,20 +466,25 @@ def evaluated_params(config: ConfigDict, s: state.TrainState) -> Any:
 
 
 def own_workdir(workdir: Path) -> IO[str]:
+    """`own_folder` for a run's workdir."""
+    return own_folder(workdir, "workdir", "; take another --workdir")
+
+
+def own_folder(folder: Path, field: str, instead: str = "") -> IO[str]:
     """Makes the folder and locks it for this process until the file returned is closed (or the process gone).
 
-    Raises ConfigError when it cannot be made or written, or when another run holds it.
+    Raises ConfigError, which names `field`, when it cannot be made or written, or when another run holds it.
     """
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        lock = (workdir / ".lock").open("a+")
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("a+")
     except OSError as error:
-        raise ConfigError(f"workdir={str(workdir)!r}: cannot be made or written ({error.strerror})") from error
+        raise ConfigError(f"{field}={str(folder)!r}: cannot be made or written ({error.strerror})") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise ConfigError(f"workdir={str(workdir)!r}: another run is using it; take another --workdir") from None
+        raise ConfigError(f"{field}={str(folder)!r}: another run is using it{instead}") from None
     return lock
 
 
@@ -510,6 +550,8 @@ def open_rewards(
                         scorers=reward.scorers,
                         weights_dir=weights if (weights := scorer_weights(config, workdir, book)).is_dir() else "",
                         codec=sidecar_codec(config),
+                        device=reward.device,
+                        threads=reward.threads,
                         port=reward.port,
                         **sidecar_text(config),
                         log_path=workdir / "sidecar.log",
@@ -525,9 +567,19 @@ def open_rewards(
                 text.connect(client)
             _try_rewards(client.with_judges(), probe)
             book.say(f"rewards: the sidecar at {client.url} answers")
+            if "brightness" in config.reward.scorers:
+                book.say("rewards: brightness is a stand-in that rewards bright pictures; name scorers of your own")
             yield client
     except rewards.ConfigurationFault as error:
         raise ConfigError(str(error)) from error
+
+
+def check_sidecar(config: ConfigDict) -> None:
+    """Raises ConfigError when the environment of a launched sidecar is not there. Starts nothing."""
+    try:
+        rewards.check_environment(config.reward.env, config.reward.scorers)
+    except rewards.ConfigurationFault as error:
+        raise ConfigError(f"config.{error}") from error
 
 
 def sidecar_codec(config: ConfigDict) -> str:

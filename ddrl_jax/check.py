@@ -2,13 +2,15 @@
 
 Loads the weights, embeds two captions, sends a clip through the VAE and back, runs the network once, scores a clip in
 the sidecar, and counts bytes on devices and disk. One line each; a failed one says what to change, and the rest is
-still looked at. Writes nothing but the sidecar's log.
+still looked at. Writes nothing but what a torch file is converted to, once, beside it.
 """
 
 from __future__ import annotations
 
 import math
 import shutil
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,14 +52,14 @@ class _Report:
         return self.found[name]
 
     def check(self, name: str, look: Callable[[], tuple[Any, str]]) -> None:
-        """`look` returns what it found and a line about it; a ValueError or OSError is the user's to mend."""
+        """`look` returns what it found and a line about it."""
         try:
             self.found[name], line = look()
             self.console.print(f"[green]ok  [/green] {name:<12}", end="")
         except Skipped as error:
             line = str(error)
             self.console.print(f"[yellow]--  [/yellow] {name:<12}", end="")
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RuntimeError) as error:  # the last: a device's memory is full
             line = " ".join(str(error).split())
             self.failed.append(name)
             self.console.print(f"[red]FAIL[/red] {name:<12}", end="")
@@ -97,22 +99,26 @@ def _devices(config: ConfigDict) -> tuple[Mesh, str]:
 
 
 def _memory(config: ConfigDict, mesh: Mesh) -> tuple[dict[str, float], str]:
-    """What stays on a device all along: activations come on top, and depend on micro_batch and model.remat."""
-    abstract = build.abstract_params(config)
-    exponent = build.ema_exponent(config.train)
-    held = jax.eval_shape(
-        lambda p: state.init_state(p, build.optimizer(config.train), ema=exponent is not None), abstract
-    )
+    """What stays on a device: activations come on top, and depend on micro_batch and model.remat."""
+    base = build.abstract_params(config)
+    trained = jax.eval_shape(lambda p: build.trained_params(config, p), base)
+    state_bytes = _bytes(mesh, _abstract_state(config))
     rollouts = config.rollout.conditions * config.rollout.group_size
-    latent = math.prod(build.latent_shape(config))
     per_device = -(-rollouts // mesh_lib.batch_shards(mesh))
-    gib = {
-        "state": _bytes(mesh, held) / GIB,
-        "gradients": _bytes(mesh, abstract) / GIB,
-        # x, x_next and the solver's history, in float32
-        "trajectory": 3 * 4 * latent * build.trained_step_count(config) * per_device / GIB,
-        "text": config.rollout.conditions * config.text.length * config.text.dim * 2 / GIB,
+    latent = math.prod(build.latent_shape(config))
+    needs = {
+        "state": state_bytes,
+        "its update": state_bytes,  # the new one is made beside the old one
+        "gradients": 3 * _bytes(mesh, trained),  # of the data loss, of the policy, of a micro-batch
+        "frozen base": _bytes(mesh, base) if config.lora.rank > 0 else 0,
+        "trajectory": 3 * 4 * latent * build.trained_step_count(config) * per_device,  # x, x_next, history
+        "text": config.rollout.conditions * config.text.length * config.text.dim * 2,
+        "text tower": _files(config.text_encoder.path) / mesh.shape["fsdp"]
+        if config.text_encoder.where == "device"
+        else 0,
+        "codec": _files(config.codec.path),
     }
+    gib = {name: value / GIB for name, value in needs.items() if value}
     line = ", ".join(f"{name} {value:.2f}" for name, value in gib.items())
     line += f": {sum(gib.values()):.2f} GiB a device before activations"
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
@@ -123,6 +129,25 @@ def _memory(config: ConfigDict, mesh: Mesh) -> tuple[dict[str, float], str]:
     return gib, line
 
 
+def _abstract_state(config: ConfigDict) -> Any:
+    """Shapes of what a checkpoint holds."""
+    optimizer, exponent = build.optimizer(config.train), build.ema_exponent(config.train)
+
+    def init(base: Any) -> state.TrainState:
+        params = build.trained_params(config, base)
+        return state.init_state(params, optimizer, ema=exponent is not None, old=config.objective.name == "nft")
+
+    return jax.eval_shape(init, build.abstract_params(config))
+
+
+def _files(path: str) -> int:
+    """Bytes of a file, or of a folder's weights."""
+    if not path:
+        return 0
+    files = [Path(path)] if Path(path).is_file() else list(Path(path).glob("*.safetensors"))
+    return sum(file.stat().st_size for file in files)
+
+
 def _bytes(mesh: Mesh, tree: Any) -> float:
     shardings = mesh_lib.fsdp_sharding(mesh, tree)
     sizes = jax.tree.map(lambda x, s: math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize, tree, shardings)
@@ -130,16 +155,26 @@ def _bytes(mesh: Mesh, tree: Any) -> float:
 
 
 def _disk(config: ConfigDict, workdir: Path) -> tuple[float, str]:
-    abstract = build.abstract_params(config)
-    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract))
-    copies = 3 + (config.train.ema_rate > 0)  # parameters, two moments, EMA
-    need = weights * copies * (config.checkpoint.keep + 1) / GIB
-    folder = next(p for p in (workdir, *workdir.parents) if p.exists())
-    free = shutil.disk_usage(folder).free / GIB
-    line = f"{free:.1f} GiB free in {folder}, {need:.1f} needed: {config.checkpoint.keep} checkpoints and one more"
-    if free < need:
-        raise ConfigError(f"workdir={str(workdir)!r}: {line}")
-    return free, line
+    """Checkpoints in the workdir; latents, and features of captions where they are cached, beside the videos."""
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(_abstract_state(config)))
+    needs = {workdir: held * (config.checkpoint.keep + 1) / GIB}
+    data = Path(config.data.path)
+    if config.data.name == "videos" and (data / "videos").is_dir() and not latent_cache.exists(data / source.LATENTS):
+        clips = len(list((data / "videos").iterdir()))
+        clip = 4 * math.prod(build.latent_shape(config))
+        clip += 2 * config.text.length * config.text.dim * (config.text_encoder.where == "cached")
+        needs[data] = clips * clip / GIB
+    lines, short = [], None
+    for folder, need in needs.items():
+        there = next(p for p in (folder, *folder.parents) if p.exists())
+        free = shutil.disk_usage(there).free / GIB
+        lines.append(f"{need:.1f} GiB needed in {folder}, {free:.1f} free")
+        short = short or (folder if free < need else None)
+    line = "; ".join(lines)
+    if short is not None:
+        field = "workdir" if short == workdir else "config.data.path"
+        raise ConfigError(f"{field}={str(short)!r}: {line}")
+    return sum(needs.values()), line
 
 
 def _data(config: ConfigDict) -> tuple[Any, str]:
@@ -181,10 +216,9 @@ def _codec(config: ConfigDict, mesh: Mesh) -> tuple[Any, str]:
         raise ConfigError(f"config.codec.path={config.codec.path!r}: a clip comes back with values that are not finite")
     error = float(np.sqrt(np.mean((np.clip(back, -1, 1) - video) ** 2)))
     mean, std = float(latents.mean()), float(latents.std())
-    return (codec, latents), (
-        f"round trip of a test clip: error {error:.3f} (root mean square, pixels in [-1, 1]); "
-        f"latents of mean {mean:.2f}, std {std:.2f}"
-    )
+    line = f"round trip of a test clip: error {error:.3f} (root mean square, pixels in [-1, 1])"
+    line += ", far from a trained VAE's, below 0.1" if error > 0.2 else ""
+    return (codec, latents), f"{line}; latents of mean {mean:.2f}, std {std:.2f}"
 
 
 def _text(config: ConfigDict, mesh: Mesh) -> tuple[Any, str]:
@@ -196,16 +230,21 @@ def _text(config: ConfigDict, mesh: Mesh) -> tuple[Any, str]:
             None,
             f"by the {'sidecar' if config.text_encoder.where == 'sidecar' else 'cache'}; the tower's files are there",
         )
-    features = np.asarray(build.text_tower(config, mesh).embed(list(CAPTIONS)), np.float32)
-    mean, std = features.mean(), features.std()
+    return None, _text_statistics(config, build.text_tower(config, mesh).embed(list(CAPTIONS)))
+
+
+def _text_statistics(config: ConfigDict, features: Any) -> str:
+    """A line about the features of two captions. Raises ConfigError for such as no text tower has."""
+    features = np.asarray(features, np.float32)
     apart = float(np.abs(features[0] - features[1]).mean())
     field = f"config.text_encoder.path={config.text_encoder.path!r}"
     if not np.isfinite(features).all():
         raise ConfigError(f"{field}: features are not finite")
     if apart == 0:
         raise ConfigError(f"{field}: two captions have the same features; its tokenizer is at fault")
-    return features, (
-        f"features {features.shape[1:]} of mean {mean:.3f}, std {std:.3f}; two captions are {apart:.3f} apart"
+    shape = " x ".join(map(str, features.shape[1:]))
+    return (
+        f"features {shape} of mean {features.mean():.3f}, std {features.std():.3f}; two captions are {apart:.3f} apart"
     )
 
 
@@ -236,18 +275,25 @@ def data_caption(config: ConfigDict) -> str:
 def _sidecar(config: ConfigDict, workdir: Path, report: _Report) -> tuple[Any, str]:
     _, latents = report.need("codec")
     caption = data_caption(config)
-    made = not workdir.exists()
-    workdir.mkdir(parents=True, exist_ok=True)
     book = Logbook(workdir, primary=False, tensorboard=False)
-    try:
-        mesh = report.need("devices")
-        text = build.build_text(config, mesh) if config.text_encoder.where == "sidecar" else None
-        with build.open_rewards(config, text, workdir, book, {"latent": latents, "caption": [caption]}) as client:
+    mesh = report.need("devices")
+    text = build.build_text(config, mesh) if config.text_encoder.where == "sidecar" else None
+    # Not in the workdir, which may be another run's any moment.
+    with tempfile.TemporaryDirectory(prefix="ddrl_check_") as folder:
+        probe = {"latent": latents, "caption": [caption]}
+        with build.open_rewards(config, text, Path(folder), book, probe) as client:
+            began = time.perf_counter()
             scores = client.submit(latents, [caption]).result()
-            shown = ", ".join(f"{name} {float(value[0]):.3g}" for name, value in scores.scores.items())
-            line = f"answers at {client.url}; a test clip has {shown}"
-    finally:
-        book.close()
-        if made:
-            shutil.rmtree(workdir)
+            seconds = time.perf_counter() - began
+            if text is not None:
+                _text_statistics(config, text.embed(list(CAPTIONS)))
+    shown = ", ".join(f"{name} {float(value[0]):.3g}" for name, value in scores.scores.items())
+    rollouts = config.rollout.conditions * config.rollout.group_size
+    times = rollouts * math.prod(build.latent_shape(config)) / latents.size
+    line = (
+        f"answers at {client.url}; a test clip has {shown}; at its rate, pixel for pixel, the {rollouts} clips of an "
+        f"iteration take {times * seconds / 60:.1f} min (reward.device, reward.threads)"
+    )
+    if times * seconds > config.reward.timeout_s * rollouts:
+        raise ConfigError(f"config.reward.timeout_s={config.reward.timeout_s:g}: {line}: not one clip would be in time")
     return None, line

@@ -181,6 +181,8 @@ def default() -> ConfigDict:
                 "launch": True,  # start a sidecar beside the trainer; False: use `url`
                 "url": "",
                 "token_env": "DDRL_SIDECAR_TOKEN",  # the environment variable that holds the bearer token
+                "device": "cpu",  # of a launched sidecar: cpu | cuda | cuda:N
+                "threads": 1,  # of a launched sidecar's torch on the CPU
                 "env": "",  # the sidecar's virtual environment; "" the cache folder; "this" the running interpreter
                 "scorers": ("digits",),  # names, or FILE.py:Class
                 "weights": ConfigDict(
@@ -240,6 +242,7 @@ def default() -> ConfigDict:
                 "format": "safetensors",  # safetensors (official names) | pt | diffusers
                 "weights": "ema",  # ema | raw
                 "dtype": "float32",  # float32 | bfloat16
+                "step": -1,  # -1: the newest checkpoint's
                 "lora": "merged",  # merged into the weights | separate: the adapter alone, for peft or diffusers
                 "out": "",  # "" is export/<format> in the workdir
             },
@@ -287,6 +290,12 @@ def validate(config: ConfigDict) -> None:
         "must be above 0 and at most 86400 seconds",
     )
     _require(config.reward.port < 65_536, "reward.port", config.reward.port, "must be below 65536; 0 takes a free one")
+    at_least(1, "reward.threads")
+    at_least(-1, "export.step")
+    device = config.reward.device
+    _require(
+        re.fullmatch(r"cpu|cuda(:\d+)?", device) is not None, "reward.device", device, "must be cpu, cuda or cuda:N"
+    )
     _require(config.reward.fps > 0, "reward.fps", config.reward.fps, "must be above 0")
     for scorer in config.reward.scorers:
         _require(
@@ -523,6 +532,25 @@ def _validate_data(config: ConfigDict) -> None:
         "text_encoder.strategy",
         text.strategy,
         "must be full_concat, mean_pooling or pool_every_N_layers_and_concat",
+    )
+    _require(
+        text.where != "cached" or text.dtype == "bfloat16",
+        "text_encoder.dtype",
+        text.dtype,
+        "must be bfloat16 for cached, which is how features are stored",
+    )
+    prompts = config.prepare.prompts
+    _require(
+        not prompts or text.where != "sidecar",
+        "text_encoder.where",
+        text.where,
+        "must be device or cached for prepare.prompts: no sidecar runs while clips are prepared",
+    )
+    _require(
+        not prompts or bool(config.prepare.out),
+        "prepare.out",
+        config.prepare.out,
+        "must be a folder for the synthetic clips of prepare.prompts, apart from those of data.path",
     )
     model = config.model
     _require(model.weights in ("raw", "ema"), "model.weights", model.weights, "must be raw or ema")

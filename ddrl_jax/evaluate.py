@@ -61,6 +61,8 @@ class Evaluator:
         self._denoise, self._process = build.evaluation(config, setup)
         count, data = config.eval.clips, build.data_set(config)
         self._prompts = data.evaluation_prompts(count)
+        # What the noise of a sample is drawn by: its place in the list, or what the data set names it by.
+        self._ids = np.asarray(self._prompts.pop("id", np.arange(count)), np.uint32)
         with book.working("judge: made of clips of its own"):
             seed, steps = config.eval.seed, config.eval.judge_steps
             self._judge = data.judge(workdir / "judge.npz", seed=seed, steps=steps, say=book.say)
@@ -145,13 +147,14 @@ class Evaluator:
         call: Callable[..., jax.Array],
         inputs: Callable[[np.ndarray], tuple],
         then: Callable[[np.ndarray, slice], None] | None = None,
+        ids: np.ndarray | None = None,
     ) -> np.ndarray:
-        """`call(index, *inputs(rows))` over equal chunks (the last one padded) -> all rows; `then` sees each chunk."""
+        """`call(id or index, *inputs(rows))` over equal chunks, the last one padded -> all rows; `then` sees each."""
         size, parts = self.config.eval.chunk, []
         with self.book.progress(title, count) as advance:
             for start in range(0, count, size):
                 rows = np.minimum(np.arange(start, start + size), count - 1)
-                index_B = build.to_global(self.setup.mesh, rows)
+                index_B = build.to_global(self.setup.mesh, rows if ids is None else ids[rows])
                 parts.append(np.asarray(call(index_B, *inputs(rows)))[: count - start])
                 if then is not None:
                     then(parts[-1], slice(start, start + len(parts[-1])))
@@ -172,6 +175,7 @@ class Evaluator:
             count,
             lambda i, c: self._sample(params, i, c),
             lambda rows: (self._condition(rows),),
+            ids=self._ids,
             # Sent at once: the sidecar scores this chunk while the next one is sampled.
             then=lambda x0, rows: tickets.append(self.client.submit(x0, captions[rows])),
         )
@@ -227,7 +231,9 @@ class Evaluator:
         (n, T, H, W, C), made small. Samples are decoded a few at a time: one of 93 frames of 720p has a gigabyte. Those
         of videos are also left as MP4 files, whole, where `write`."""
         asked = {name: column[: len(latents)] for name, column in self._prompts.items()}
-        size = max(1, _DECODED_BYTES // (4 * math.prod(self.setup.codec.video_shape(latents.shape[1:]))))
+        size = max(
+            jax.local_device_count(), _DECODED_BYTES // (4 * math.prod(self.setup.codec.video_shape(latents.shape[1:])))
+        )
         folder, videos = self.folder / f"{step:06d}" / "videos", self.config.data.name == "videos"
         judged, features, looks = [], [], []
         shown: list[np.ndarray] = []
@@ -423,20 +429,22 @@ def run(config: ConfigDict, workdir: Path) -> bool:
     without a run, model.checkpoint, as step 0 of the run that may be trained there."""
     for line in check_same_run(config, workdir):
         print(line)
-    trained = (workdir / "config.json").exists()
-    if not trained and not config.model.checkpoint:
+    started, trained = (workdir / "config.json").exists(), (workdir / "checkpoints/ddrl").is_dir()
+    if not started and not config.model.checkpoint:
         raise ConfigError(f"workdir={str(workdir)!r}: holds no run to evaluate; train one there first")
     build.one_process()
     setup = build.build(config)
-    if trained:
+    if trained or not config.model.checkpoint:
         step, params = read_weights(config, workdir, "ema" if config.eval.ema and config.train.ema_rate > 0 else "raw")
+        if config.lora.rank > 0:
+            params = build.with_base(config, setup, build.pretrained_params(config, setup.mesh)).network(params)
     else:
         step, params = 0, build.init_params(config, setup, key=None)
     probe, lock = build.probe(config, setup), build.own_workdir(workdir)
     book = Logbook(workdir, primary=jax.process_index() == 0, **config.log)
     try:
         with build.open_rewards(config, setup.text, workdir, book, probe) as client:
-            if not trained:
+            if not started:
                 write_text(workdir / "config.json", to_json(config))
             metrics = Evaluator(config, setup, client, workdir, book)(params, step, full=True)
             book.forget_from("eval", step)

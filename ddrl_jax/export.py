@@ -36,6 +36,8 @@ FILES = {"safetensors": "model.safetensors", "pt": "model.pt"}
 def run(config: ConfigDict, workdir: Path, *, arguments: Sequence[str] = ()) -> bool:
     """Writes export.weights of the newest checkpoint in export.format to the folder export.out.
 
+    Of a run with lora.rank these are an adapter's: merged into model.checkpoint's, or alone with export.lora.
+
     Args:
       config: validated; its sizes are the run's.
       workdir: the run's.
@@ -65,23 +67,34 @@ def run(config: ConfigDict, workdir: Path, *, arguments: Sequence[str] = ()) -> 
             # Looked for before minutes of reading; the sidecar's own environment has torch.
             env = config.reward.env
             python = torch_files.interpreter(environment.env_python(env) if env not in ("", "this") else None)
-        step, params = read_weights(config, workdir, export.weights)
+        step, params = read_weights(config, workdir, export.weights, None if export.step < 0 else export.step)
         record = {
             "step": step,
             "run": str(workdir),
             "weights": export.weights,
             "command": shlex.join(["python", "-m", "ddrl_jax.main", *arguments]),
         }
-        graphdef = build._graphdef(config)
-        write(out, graphdef, params, format=export.format, dtype=export.dtype, record=record, python=python)
+        options: dict[str, Any] = {"format": export.format, "dtype": export.dtype, "python": python}
+        graphdef = build.graphdef(config)
+        if config.lora.rank > 0:
+            record |= {"lora": export.lora, "rank": config.lora.rank, "alpha": config.lora.alpha}
+            options |= {"lora": (params, config.lora.alpha), "separate": export.lora == "separate"}
+            params = (
+                build.abstract_params(config)
+                if export.lora == "separate"
+                else build.pretrained_params(config, build.make_mesh(config))
+            )
+        write(out, graphdef, params, record=record, **options)
     except ValueError as error:
         raise ConfigError(f"config.export.format={export.format!r}: {error}") from error
     print(f"export: {export.weights} weights of step {step} in {out}")
     return True
 
 
-def read_weights(config: ConfigDict, workdir: Path, weights: str) -> tuple[int, Any]:
-    """(step, parameters) of a run's newest checkpoint, sharded over this machine's mesh; nothing else is read.
+def read_weights(config: ConfigDict, workdir: Path, weights: str, step: int | None = None) -> tuple[int, Any]:
+    """(step, trained parameters) of a run's checkpoint, on this machine's mesh; nothing else is read.
+
+    With lora.rank the trained parameters are the adapter. `step`: None is the newest.
 
     Args:
       config: of the run.
@@ -96,7 +109,8 @@ def read_weights(config: ConfigDict, workdir: Path, weights: str) -> tuple[int, 
         raise ConfigError("config.export.weights='ema': the run keeps none (train.ema_rate is 0); take raw")
     optimizer = build.optimizer(config.train)
 
-    def init(params: Any) -> state.TrainState:
+    def init(base: Any) -> state.TrainState:
+        params = build.trained_params(config, base)
         return state.init_state(params, optimizer, ema=exponent is not None, old=config.objective.name == "nft")
 
     def skipped(tree: Any) -> Any:
@@ -110,7 +124,7 @@ def read_weights(config: ConfigDict, workdir: Path, weights: str) -> tuple[int, 
     }
     with Checkpoints(workdir / "checkpoints/ddrl", read_only=True) as checkpoints:
         try:
-            restored = checkpoints.restore(dataclasses.replace(like, **others))
+            restored = checkpoints.restore(dataclasses.replace(like, **others), step=step)
         except UnreadableError as error:
             raise ConfigError(f"workdir={str(workdir)!r}: {error}") from error
     if restored is None:
@@ -136,7 +150,7 @@ def write(
     Args:
       out: a folder that is not there, is empty, or is an earlier export, which is replaced.
       graphdef: of the network.
-      params: its parameters.
+      params: its parameters; only their shapes matter with `separate`.
       format: "safetensors" (model.safetensors, official names), "pt" (the same as a torch state dict, model.pt) or
         "diffusers" (config.json and one file or shards with an index).
       dtype: of the tensors; None: the parameters'.

@@ -17,7 +17,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from ddrl_jax import build, train
-from ddrl_jax.config import ConfigError
+from ddrl_jax.config import ConfigError, check_same_run, get
 from ddrl_jax.data import source, video_folder
 from ddrl_jax.data.latent_cache import CacheWriter, LatentCache
 from ddrl_jax.data.prompts import read_prompts
@@ -33,12 +33,16 @@ def run(config: ConfigDict, workdir: Path, *, arguments: Sequence[str] = ()) -> 
     Raises:
       ConfigError: no videos, no usable one, another cache there, weights that do not fit.
     """
-    del arguments
+    del arguments  # what was made is recorded by its fingerprint
     build.one_process()
-    lock = build.own_workdir(workdir)
+    out = Path(config.prepare.out or config.data.path)
+    _check_files(config, "codec.path", *["model.checkpoint"] * bool(config.prepare.prompts))
+    if config.text_encoder.where == "cached" or config.prepare.prompts:
+        build.check_text_files(config)
+    workdir.mkdir(parents=True, exist_ok=True)
+    lock = build.own_folder(out, "config.prepare.out" if config.prepare.out else "config.data.path")
     book = Logbook(workdir, primary=jax.process_index() == 0, tensorboard=False)
     try:
-        out = Path(config.prepare.out or config.data.path)
         with train.interrupts() as stop:
             make = _synthesise if config.prepare.prompts else _encode
             if not make(config, out, book, stop):
@@ -55,7 +59,18 @@ def run(config: ConfigDict, workdir: Path, *, arguments: Sequence[str] = ()) -> 
 
 
 def ensure(config: ConfigDict, workdir: Path) -> bool:
-    """At the start of training: prepares data.path unless it is prepared. Returns False when it was stopped."""
+    """At the start of training: prepares data.path unless it is prepared. Returns False when it was stopped.
+
+    What can be found out at once is found out before: encoding takes hours.
+    """
+    check_same_run(config, workdir)
+    build.one_process()
+    build.make_mesh(config)
+    _check_files(config, "codec.path", "model.checkpoint")
+    if config.text_encoder.where != "sidecar" or config.reward.launch:
+        build.check_text_files(config)
+    if config.reward.launch:
+        build.check_sidecar(config)
     try:
         cache = LatentCache(Path(config.data.path) / source.LATENTS, fingerprint=build.latent_fingerprint(config))
     except ValueError as error:
@@ -69,6 +84,14 @@ def ensure(config: ConfigDict, workdir: Path) -> bool:
         if features.missing([*cache.captions, *_asked(config)]):
             return run(_here(config), workdir)
     return True
+
+
+def _check_files(config: ConfigDict, *fields: str) -> None:
+    """Raises ConfigError unless what the fields name, where they name something, is there; opens nothing."""
+    for field in fields:
+        path = get(config, field)
+        if path and not Path(path).exists():
+            raise ConfigError(f"config.{field}={path!r}: there is no such file or folder")
 
 
 def _here(config: ConfigDict) -> ConfigDict:
@@ -92,9 +115,17 @@ def _encode(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool:
             f"config.eval.heldout_clips={config.eval.heldout_clips}: must be below the {len(folder)} usable videos of "
             f"config.data.path={data.path!r}"
         )
-    mesh = build.make_mesh(config)
-    codec = build.build_codec(config, mesh)
+    codec = build.build_codec(config, build.make_mesh(config))
     with _writer(config, out) as cache:
+
+        def store(clips: list[dict[str, Any]]) -> None:
+            """A clip on each device."""
+            pixels = np.stack([clip["video"] for clip in clips]).astype(np.float32) / 127.5 - 1.0
+            for clip, latent in zip(clips, codec.encode(np.moveaxis(pixels, -1, 1)), strict=True):
+                cache.add(clip["name"], latent, clip["caption"])
+            advance(len(clips))
+
+        waiting: list[dict[str, Any]] = []
         for name, reason in folder.skipped:
             cache.skip(name, reason)
             book.say(f"skipped {name}: {reason}")
@@ -107,10 +138,17 @@ def _encode(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool:
                 if "error" in clip:
                     cache.skip(clip["name"], clip["error"])
                     book.say(f"skipped {clip['name']}: {clip['error']}")
-                else:
-                    pixels_CTHW = np.moveaxis(clip["video"].astype(np.float32) / 127.5 - 1.0, -1, 0)
-                    cache.add(clip["name"], codec.encode(pixels_CTHW[None])[0], clip["caption"])
-                advance()
+                    advance()
+                    continue
+                if waiting and waiting[0]["video"].shape != clip["video"].shape:
+                    store(waiting)
+                    waiting = []
+                waiting.append(clip)
+                if len(waiting) == jax.local_device_count():
+                    store(waiting)
+                    waiting = []
+            if waiting:
+                store(waiting)
         cache.finish()
     return True
 
@@ -118,14 +156,28 @@ def _encode(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool:
 def _synthesise(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool:
     """prepare.clips samples of the base, in landscape, of the prompts again and again."""
     prompts, count, size = read_prompts(config.prepare.prompts), config.prepare.clips, config.eval.chunk
-    setup = build.build(config)
+    if config.text_encoder.where == "cached" and not _store_features(
+        config, out, [p.caption for p in prompts], book, stop
+    ):
+        return False
+    there = config.copy_and_resolve_references()
+    there.data.path = str(out)
+    setup = build.build(there)
     if config.pretrain.from_run:
         train.check_base(config)
         params = train.load_base(config, setup, book)
     else:
         params = build.init_params(config, setup, jax.random.key(config.seed))
     draw = sampler(config, setup)
-    with _writer(config, out) as cache:
+    made = {
+        "base": build.signature(config.model.checkpoint) if config.model.checkpoint else config.pretrain.from_run,
+        "prompts": [p.caption for p in prompts],
+        "seed": config.seed,
+        "num_steps": config.eval.num_steps,
+        "guidance": config.prepare.guidance,
+        "process": {name: value for name, value in config.process.items() if value is not None},
+    }
+    with _writer(config, out, made) as cache:
         names = [f"synthetic-{i:07d}" for i in range(count)]
         with book.progress("synthetic clips", count, sum(n in cache.done for n in names)) as advance:
             for start in range(0, count, size):
@@ -150,11 +202,12 @@ def _synthesise(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool
     return True
 
 
-def _writer(config: ConfigDict, out: Path) -> CacheWriter:
-    """Shards of about SHARD_BYTES: what a kill may cost."""
+def _writer(config: ConfigDict, out: Path, made: dict[str, Any] | None = None) -> CacheWriter:
+    """Shards of about SHARD_BYTES: what a kill may cost. `made`: what synthetic clips are a function of beside."""
     clip_bytes = 4 * int(np.prod(build.latent_shape(config)))
     folder = out / source.LATENTS
-    return CacheWriter(folder, build.latent_fingerprint(config), max(1, SHARD_BYTES // clip_bytes))
+    fingerprint = build.latent_fingerprint(config) | ({} if made is None else {"synthetic": made})
+    return CacheWriter(folder, fingerprint, max(1, SHARD_BYTES // clip_bytes))
 
 
 def _asked(config: ConfigDict) -> Iterator[str]:
@@ -164,13 +217,19 @@ def _asked(config: ConfigDict) -> Iterator[str]:
 
 
 def _embed(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool:
-    """Stores the features of all captions."""
+    """Stores the features of all captions that training and evaluations on `out` ask for."""
+    captions = [*LatentCache(out / source.LATENTS).captions, *_asked(config)]
+    return _store_features(config, out, captions, book, stop)
+
+
+def _store_features(config: ConfigDict, out: Path, captions: list[str], book: Logbook, stop: Any) -> bool:
     there = config.copy_and_resolve_references()
     there.data.path = str(out)
     features = build.text_cache(there)
-    todo = features.missing([*LatentCache(out / source.LATENTS).captions, *_asked(config)])
+    todo = features.missing(captions)
     if not todo:
         return True
+    book.say(f"embedding {len(todo)} captions")
     tower = build.text_tower(config, build.make_mesh(config))
     with book.progress("embedding captions", len(todo)) as advance:
         for caption in todo:

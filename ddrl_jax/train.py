@@ -121,6 +121,9 @@ def run(config: ConfigDict, workdir: Path, make_evaluator: Callable[..., Evaluat
             saved = json.loads(to_json(config))
             if config.pretrain.from_run:
                 base = [load_base(config, setup, book)]
+            elif config.model.checkpoint:
+                with book.working(f"network: read from {config.model.checkpoint}"):
+                    base = [build.init_params(config, setup, key=None)]
             else:
                 with Checkpoints(workdir / "checkpoints/pretrain", keep=2, config=saved) as checkpoints:
                     base = [pretrain(config, setup, book, checkpoints, stop)]
@@ -365,7 +368,8 @@ def reinforce(
             x0_GX, cond, captions = next_batch(config, setup, batches, step)
             shape = x0_GX.shape[1:]
             record: dict[str, float] = {}
-            x0_BX = trajectory = rewarded = None
+            # What the iteration before left is let go: a rollout's recorded steps are gigabytes.
+            x0_BX = trajectory = rewarded = acting = data = levels = None
             if method.rolls_out:
                 acting = method.rollout_params(s)
                 keep_mean = method.keeps_mean or (method.on_steps and step == 0)
@@ -393,6 +397,8 @@ def reinforce(
                     data = method.data(s.params, key, s.step, u, x0_GX, cond, levels)
                 if method.rolls_out and u == 0:
                     waiting = time.perf_counter()
+                    if not _answered(tickets, stop):
+                        break  # the iteration is done again by the run that goes on from here
                     scores, *of_reference = [ticket.result() for ticket in tickets]
                     record["seconds_reward_wait"] = time.perf_counter() - waiting
                     reward, valid = build.total_reward(scores, config)
@@ -410,6 +416,8 @@ def reinforce(
                             book.say(f"iteration {step}: {int((~got.valid).sum())} rewards invalid: {got.reason}")
                 s, of_update = method.apply(s, key, u, x0_BX, trajectory, cond, rewarded, data, ref_params)
                 metrics.append(of_update)
+            if not metrics:
+                break
             if pending is not None:
                 log(pending)
             pending = Iteration(step, metrics, record, begin)
@@ -548,7 +556,10 @@ def next_batch(
     config: ConfigDict, setup: build.Setup, batches: Iterator[dict[str, Any]], step: int
 ) -> tuple[jax.Array, dict[str, Any], list[str]]:
     """Batch `step` on the devices: clean latents (G,C,T,h,w), the condition, and its captions."""
-    clips = next(batches)
+    try:
+        clips = next(batches)
+    except ValueError as error:  # stored clips that turn out to be damaged
+        raise RunStopped(f"the data of step {step} cannot be read: {error}") from error
     x0_GX = build.to_global(setup.mesh, setup.latents(clips))
     given_G = None
     if config.data.image_to_video > 0:
@@ -563,6 +574,15 @@ def next_batch(
 def _read_ahead(dataset: Any, step: int) -> Iterator[dict[str, Any]]:
     """Batches from `step` on, made in a thread while the device works."""
     return iter(dataset[step:].to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+
+
+def _answered(tickets: list[rewards.Ticket], stop: Callable[[], bool]) -> bool:
+    """Waits for the rewards; False when asked to stop before they were there, which may be an hour."""
+    while not all(ticket.done() for ticket in tickets):
+        if stop():
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def _check_finite(in_a_row: int, limit: int) -> None:

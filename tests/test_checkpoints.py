@@ -1,6 +1,7 @@
 """Checkpoints of a small state: what is saved comes back, damage falls back, nothing is lost to a damaged one."""
 
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ddrl_jax.checkpoint.manager import Checkpoints
+from ddrl_jax.checkpoint.manager import Checkpoints, UnreadableError
 
 
 def state(value):
@@ -23,10 +24,10 @@ def save(folder, *steps, **options):
     checkpoints.close()
 
 
-def restore(folder, like=None):
+def restore(folder, like=None, **options):
     checkpoints = Checkpoints(folder, read_only=True)
     try:
-        return checkpoints.restore(state(0) if like is None else like)
+        return checkpoints.restore(state(0) if like is None else like, **options)
     finally:
         checkpoints.close()
 
@@ -106,6 +107,22 @@ def test_none_can_be_read(tmp_path):
         checkpoints.restore(wrong)
     checkpoints.close()
     assert content(tmp_path) == before
+
+
+def test_one_step_is_asked_for(tmp_path):
+    save(tmp_path, 2, 4, 6, keep=3)
+    for step in (2, 4, 6):
+        assert_is(restore(tmp_path, step=step), step)
+    with pytest.raises(UnreadableError, match=rf"^{tmp_path} has no checkpoint of step 5; it has 2, 4, 6$"):
+        restore(tmp_path, step=5)
+    damage(tmp_path / "4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # no word of a fallback
+        with pytest.raises(UnreadableError, match=r"checkpoint 4 in .* cannot be read \(.+\); others: 2, 6$") as error:
+            restore(tmp_path, step=4)
+        assert "\n" not in str(error.value)
+        assert_is(restore(tmp_path, step=2), 2)
+    assert restore(tmp_path / "nowhere", step=2) is None
 
 
 def test_read_only_leaves_the_folder_untouched(tmp_path):

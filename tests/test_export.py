@@ -13,8 +13,10 @@ from safetensors.numpy import load_file
 
 from ddrl_jax import build, export, state
 from ddrl_jax import config as config_lib
-from ddrl_jax.checkpoint import load_pretrained
+from ddrl_jax.checkpoint import load_pretrained, save_pretrained
+from ddrl_jax.checkpoint.lora_files import load_lora
 from ddrl_jax.checkpoint.manager import Checkpoints
+from ddrl_jax.models.lora import merge_lora
 from ddrl_jax.parallel.mesh import fsdp_sharding
 
 from . import tiny
@@ -37,11 +39,13 @@ def make_run(workdir, **changes):
         config[section][name] = value
     mesh = build.make_mesh(config)
     exponent = build.ema_exponent(config.train)
-    params = numbered(build.abstract_params(config), 1)
+    base = build.abstract_params(config)
+    params = numbered(jax.eval_shape(lambda p: build.trained_params(config, p), base), 1)
     params = jax.device_put(params, fsdp_sharding(mesh, params))
     s = state.init_state(params, build.optimizer(config.train), ema=exponent is not None)
     if exponent is not None:
-        s = dataclasses.replace(s, ema=jax.device_put(numbered(params, 2), fsdp_sharding(mesh, params)))
+        ema = numbered(params, 2)
+        s = dataclasses.replace(s, ema=jax.device_put(ema, fsdp_sharding(mesh, ema)))
     workdir.mkdir()
     (workdir / "config.json").write_text(config_lib.to_json(config))
     with Checkpoints(workdir / "checkpoints/ddrl") as checkpoints:
@@ -98,7 +102,7 @@ def test_torch(finished, tmp_path):
     record = exported(config, workdir, tmp_path / "pt", format="pt")
     assert list(record["files"]) == ["model.pt"]
     tensors = torch.load(tmp_path / "pt/model.pt", weights_only=True)
-    kernel = nnx.merge(build._graphdef(config), s.params).final.kernel[...]
+    kernel = nnx.merge(build.graphdef(config), s.params).final.kernel[...]
     assert np.array_equal(tensors["net.final_layer.linear.weight"].numpy(), np.asarray(kernel).T)
     same_params(load_pretrained(tmp_path / "pt/model.pt")[1], s.params)
     # What that left beside it is no reason to refuse the next export.
@@ -120,8 +124,8 @@ def test_only_what_is_exported_is_read(finished, monkeypatch):
     seen = {}
     restore = Checkpoints.restore
 
-    def spy(self, like):
-        seen["like"], seen["got"] = like, restore(self, like)
+    def spy(self, like, step=None):
+        seen["like"], seen["got"] = like, restore(self, like, step=step)
         return seen["got"]
 
     monkeypatch.setattr(Checkpoints, "restore", spy)
@@ -131,7 +135,7 @@ def test_only_what_is_exported_is_read(finished, monkeypatch):
     _, got = seen["got"]
     for skipped in (got.params, got.opt_state):
         assert all(leaf is ... for leaf in jax.tree.leaves(skipped)) and jax.tree.leaves(skipped)
-    kernel = nnx.merge(build._graphdef(config), params).final.kernel[...]
+    kernel = nnx.merge(build.graphdef(config), params).final.kernel[...]
     assert "fsdp" in kernel.sharding.spec and len(kernel.sharding.device_set) == 8
 
 
@@ -190,3 +194,27 @@ def test_the_file_of_one_tensor_that_changed_is_told_by_its_digest(finished, tmp
     assert exported(config, workdir, tmp_path / "b")["files"]["model.safetensors"] == one
     assert exported(config, workdir, tmp_path / "b", weights="ema")["files"]["model.safetensors"] != one
     assert len(load_file(tmp_path / "a/model.safetensors")) == 29
+
+
+def test_an_adapter_merged_or_by_itself(tmp_path):
+    config = tiny.config()
+    base = numbered(build.abstract_params(config), 7)
+    save_pretrained(tmp_path / "base.safetensors", build.graphdef(config), base)
+    changes = {"model__checkpoint": str(tmp_path / "base.safetensors"), "lora__rank": 2, "lora__alpha": 3.0}
+    config, s = make_run(tmp_path / "run", **changes)
+    assert sorted(s.params) == [f"blocks.self_attn.{layer}" for layer in ("k", "out", "q", "v")]
+    record = exported(config, tmp_path / "run", tmp_path / "merged", weights="ema")
+    assert (record["lora"], record["rank"], record["alpha"]) == ("merged", 2, 3.0)
+    merged = load_pretrained(tmp_path / "merged")[1]
+    want = jax.jit(merge_lora, static_argnums=2)(base, s.ema, 1.5)
+    same_params(merged, want)
+    assert not np.array_equal(*(p["blocks"]["self_attn"]["q"]["kernel"][...] for p in (merged, base)))
+    for format in ("safetensors", "diffusers"):
+        record = exported(config, tmp_path / "run", tmp_path / format, format=format, lora="separate")
+        assert record["lora"] == "separate"
+        lora, alpha = load_lora(tmp_path / format, nnx.merge(build.graphdef(config), base).config)
+        assert alpha == 3.0
+        jax.tree.map(np.testing.assert_array_equal, lora, dict(s.params))
+    (tmp_path / "base.safetensors").unlink()
+    with pytest.raises(config_lib.ConfigError, match=r"config.model.checkpoint='.*base.safetensors': .*does not exist"):
+        exported(config, tmp_path / "run", tmp_path / "merged", lora="merged")

@@ -119,8 +119,8 @@ def test_the_sidecar_works_without_jax():
     pytest.importorskip("torch", reason="the sidecar's own environment has it; the test extra installs it")
     run(
         blocked("jax", "jaxlib", "flax", "optax", "orbax", "grain", "chex", "ml_collections", "sklearn")
-        + "import ddrl_jax.sidecar.__main__, ddrl_jax.sidecar.server, ddrl_jax.sidecar.worker, ddrl_jax.sidecar.wan_vae, "
-        + "ddrl_jax.sidecar.convert\n"
+        + "import ddrl_jax.sidecar.__main__, ddrl_jax.sidecar.server, ddrl_jax.sidecar.worker\n"
+        + "import ddrl_jax.sidecar.wan_vae, ddrl_jax.sidecar.convert\n"
         + "import ddrl_jax.sidecar.scorers.digits, ddrl_jax.sidecar.scorers.digits_training"
     )
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -55,7 +54,7 @@ def test_what_is_added_comes_back(tmp_path):
     cache = LatentCache(fill(tmp_path / "c", [5, 0, 3, 2, 1, 4, 9, 8, 7, 6]), MADE_WITH)
     assert len(cache) == 10 and cache.names == [name(i) for i in range(10)]
     assert cache.captions == [f"caption é {i}" for i in range(10)]
-    assert cache.shapes == [shape_of(i) for i in range(10)] and cache.embedding_shape is None
+    assert cache.shapes == [shape_of(i) for i in range(10)]
     batch = cache.batch([7, 1, 7])
     assert batch.keys() == {"latent", "caption", "name"} and batch["name"] == [name(7), name(1), name(7)]
     assert batch["caption"] == ["caption é 7", "caption é 1", "caption é 7"]
@@ -78,28 +77,13 @@ def test_buckets_hold_clips_of_one_shape(tmp_path):
         cache.batch([10])
 
 
-def test_embeddings_are_kept_in_bfloat16(tmp_path):
-    embedding = np.random.default_rng(0).standard_normal((5, 7)).astype(ml_dtypes.bfloat16)
+def test_latents_are_kept_in_float32(tmp_path):
     with CacheWriter(tmp_path / "c", {}) as writer:
-        writer.add("a", latent(0), "one", embedding)
-        writer.add("b", latent(1), "two", (2 * embedding).astype(np.float32))
-        for wrong in (None, embedding[:4], embedding[0]):
-            with pytest.raises(ValueError, match=r"embedding of 'c' = .*: must be \[5, 7\]"):
-                writer.add("c", latent(2), "three", wrong)
+        writer.add("a", latent(0).astype(np.float16), "one")
         writer.finish()
-    cache = LatentCache(tmp_path / "c")
-    got = cache.batch([1, 0])["embedding"]
-    assert cache.embedding_shape == (5, 7) and got.dtype == ml_dtypes.bfloat16
-    np.testing.assert_array_equal(got.view(np.uint16), np.stack([2 * embedding, embedding]).view(np.uint16))
-
-
-def test_latents_can_be_kept_in_bfloat16(tmp_path):
-    cache = LatentCache(fill(tmp_path / "c", [1], dtype="bfloat16"))
-    got = cache.batch([0])["latent"]
+    got = LatentCache(tmp_path / "c").batch([0])["latent"]
     assert got.dtype == np.float32
-    np.testing.assert_array_equal(got[0], latent(1).astype(ml_dtypes.bfloat16).astype(np.float32))
-    with pytest.raises(ValueError, match="holds bfloat16, not float32: prepare into another folder"):
-        CacheWriter(tmp_path / "c", MADE_WITH)
+    np.testing.assert_array_equal(got[0], latent(0).astype(np.float16).astype(np.float32))
 
 
 def test_going_on_gives_the_same_cache(tmp_path):
@@ -217,6 +201,10 @@ def test_processes_write_one_cache(tmp_path, processes):
         CacheWriter(folder, MADE_WITH)
 
 
+def without(key):
+    return {k: v for k, v in MADE_WITH.items() if k != key}
+
+
 def test_another_recipe_is_refused_by_its_first_field(tmp_path):
     folder = fill(tmp_path / "c", [1])
     LatentCache(folder, dict(reversed(MADE_WITH.items())))
@@ -224,12 +212,35 @@ def test_another_recipe_is_refused_by_its_first_field(tmp_path):
         ({**MADE_WITH, "frames": 45, "size": (480, 832)}, "was prepared with frames=93, not frames=45"),
         ({**MADE_WITH, "size": (480, 832)}, r"was prepared with size=\[720, 1280\], not size=\[480, 832\]"),
         ({**MADE_WITH, "crop": True}, "was prepared with no crop, not crop=True"),
-        ({k: v for k, v in MADE_WITH.items() if k != "fps"}, "was prepared with fps=16.0, not no fps"),
     ]:
         for call in (LatentCache, CacheWriter):
             with pytest.raises(ValueError, match=rf"^data\.path='{tmp_path}': c/ {message}") as caught:
                 call(folder, other)
             assert "\n" not in str(caught.value)
+
+
+def test_a_reader_asks_for_its_own_fields_and_a_writer_for_all(tmp_path):
+    """Synthetic clips say too which weights made them."""
+    folder = fill(tmp_path / "c", [1])
+    assert LatentCache(folder, without("fps")).fingerprint == json.loads(json.dumps(MADE_WITH))
+    LatentCache(folder, {})
+    with pytest.raises(ValueError, match=r"c/ was prepared with fps=16\.0, not no fps: prepare into another folder"):
+        CacheWriter(folder, without("fps"))
+    with pytest.raises(ValueError, match="was prepared with no weights, not weights='a': prepare into another folder"):
+        CacheWriter(folder, {**MADE_WITH, "weights": "a"})
+
+
+def test_processes_of_several_recipes_are_no_cache(tmp_path):
+    """Also in a field that no reader asks for."""
+    for p, made in enumerate((MADE_WITH, {**MADE_WITH, "weights": "a"})):
+        other = tmp_path / f"{p}"
+        with CacheWriter(other, made, process_index=p, process_count=2) as writer:
+            writer.add(name(p), latent(p), "x")
+            writer.finish()
+    for file in (tmp_path / "1").iterdir():
+        file.rename(tmp_path / "0" / file.name)
+    with pytest.raises(ValueError, match="was prepared with weights='a', not no weights as in index-00000-of-00002"):
+        LatentCache(tmp_path / "0", MADE_WITH)
 
 
 def test_a_clip_must_fit(tmp_path):
@@ -241,11 +252,10 @@ def test_a_clip_must_fit(tmp_path):
         (("a", latent(1), "x"), "name = 'a': is in the cache already"),
         (("b", latent(1)[0], "x"), r"latent of 'b' = \(3, 6, 8\): must be \(C,T,h,w\)"),
         (("b", bad, "x"), "latent of 'b': has numbers that are not finite"),
-        (("b", latent(1), "x", np.zeros((2, 3))), r"embedding of 'b' = \[2, 3\]"),
     ]:
         with pytest.raises(ValueError, match=message):
             writer.add(*args)
-    for kwargs in ({"shard_clips": 0}, {"dtype": "float16"}, {"process_index": 1}):
+    for kwargs in ({"shard_clips": 0}, {"process_index": 1}):
         with pytest.raises(ValueError, match=next(iter(kwargs))):
             CacheWriter(tmp_path / "d", {}, **kwargs)
 
@@ -395,15 +405,14 @@ def test_exists(tmp_path):
 
 
 def test_a_record_by_hand():
-    record = encode_record("n", np.full((1, 1, 1, 2), 1.5, np.float32), "é", np.full((1, 1), 2.0))
+    record = encode_record("n", np.full((1, 1, 1, 2), 1.5, np.float16), "é")
     (length,) = struct.unpack_from("<I", record)
     assert json.loads(record[4 : 4 + length]) == {
         "name": "n",
         "caption": "é",
         "latent": {"shape": [1, 1, 1, 2], "dtype": "float32"},
-        "embedding": {"shape": [1, 1], "dtype": "bfloat16"},
     }
-    assert record[4 + length :] == bytes.fromhex("0000c03f0000c03f0040")
+    assert record[4 + length :] == bytes.fromhex("0000c03f0000c03f")
 
 
 def record_of(header, body=b"\0" * 8):
@@ -411,7 +420,7 @@ def record_of(header, body=b"\0" * 8):
     return struct.pack("<I", len(text)) + text + body
 
 
-GOOD = {"name": "n", "caption": "c", "latent": {"shape": [1, 1, 1, 2], "dtype": "float32"}, "embedding": None}
+GOOD = {"name": "n", "caption": "c", "latent": {"shape": [1, 1, 1, 2], "dtype": "float32"}}
 
 
 @pytest.mark.parametrize(
@@ -430,6 +439,8 @@ GOOD = {"name": "n", "caption": "c", "latent": {"shape": [1, 1, 1, 2], "dtype": 
         record_of({**GOOD, "latent": {"shape": [1, 1, 1, -2], "dtype": "float32"}}),
         record_of({**GOOD, "latent": {"shape": [1, 1, 2**40, 2**40], "dtype": "float32"}}),
         record_of({**GOOD, "latent": {"shape": [1, 1, 1, 2], "dtype": "object"}}),
+        record_of({**GOOD, "latent": {"shape": [1, 1, 1, 4], "dtype": "bfloat16"}}),
+        record_of({**GOOD, "latent": {"shape": 3, "dtype": "float32"}}),
         record_of({**GOOD, "latent": {"shape": [1, 1, 1, 1.5], "dtype": "float32"}}),
         record_of({**GOOD, "name": 3}),
         record_of({k: v for k, v in GOOD.items() if k != "caption"}),

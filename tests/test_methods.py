@@ -181,7 +181,7 @@ def test_the_window_moves_without_a_new_compilation():
         (metrics,) = run.iterate()
         want = window_steps(n, 4, window=2, every=1)  # all but the last step
         np.testing.assert_array_equal(metrics["trained_steps"], want)
-    assert run.method.rollout._cache_size() == run.method.apply._cache_size() == 1
+    assert run.method.rollout.func._cache_size() == run.method.apply.func._cache_size() == 1
 
 
 def test_same_noise_is_shared_within_a_group_only():

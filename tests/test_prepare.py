@@ -202,7 +202,7 @@ def test_a_base_of_other_weights_is_another_base(base, prepared, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop_it_leaves_within_a_chunk_and_writes_nothing(base, tmp_path, monkeypatch, capsys, number):
     calls = []
-    sampler = prepare._sampler
+    sampler = prepare.sampler
 
     def interrupted(*arguments):
         draw = sampler(*arguments)
@@ -216,7 +216,7 @@ def test_asked_to_stop_it_leaves_within_a_chunk_and_writes_nothing(base, tmp_pat
 
     config = tiny_config(prepare__out=str(tmp_path / "out"))
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "_sampler", interrupted)
+        patch.setattr(prepare, "sampler", interrupted)
         assert prepare.run(config, base) is False
     assert len(calls) == 1 and list(tmp_path.iterdir()) == []
     assert f"stopped after 8 of {CLIPS} clips; nothing is written" in capsys.readouterr().out

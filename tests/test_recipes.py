@@ -123,3 +123,41 @@ def test_each_recipe_says_what_it_needs_and_what_the_paper_reached(name):
     doc = text.split('"""')[1]
     for word in ("eeds", "paper", "H100"):
         assert word in doc, f"{name}: {word}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"data.frames": 92}, "config.data.frames=92: must be 4k+1"),
+        ({"data.size": 712}, "config.data.size=712: must be a multiple of 16"),
+        ({"data.long_size": 640}, "config.data.long_size=640: must be at least data.size=720"),
+        ({"data.path": ""}, "config.data.path='': must be a folder"),
+        ({"data.image_to_video": 1.5}, "config.data.image_to_video=1.5: must be between 0 and 1"),
+        ({"data.frames": 1}, "config.data.image_to_video=0.5: must be 0 for data.frames=1"),
+        ({"codec.path": ""}, "config.codec.path='': must name the weights"),
+        ({"codec.name": "unshuffle"}, "config.codec.name='unshuffle': must be wan_vae for videos"),
+        ({"codec.dtype": "float16"}, "config.codec.dtype='float16': must be float32 or bfloat16"),
+        ({"text_encoder.where": "cloud"}, "config.text_encoder.where='cloud': must be device, sidecar or cached"),
+        ({"text_encoder.strategy": "pool_every_0_layers_and_concat"}, "config.text_encoder.strategy="),
+        ({"text_encoder.where": "cached", "text_encoder.dtype": "float32"}, "config.text_encoder.dtype='float32'"),
+        ({"model.weights": "best"}, "config.model.weights='best': must be raw or ema"),
+        ({"pretrain.steps": 5}, "config.pretrain.steps=5: must be 0 with model.checkpoint"),
+        ({"pretrain.from_run": "x"}, "config.pretrain.from_run='x': must be '' with model.checkpoint="),
+        ({"prepare.prompts": "p.txt"}, "config.prepare.out='': must be a folder"),
+        ({"export.format": "gguf"}, "config.export.format='gguf'"),
+        ({"export.lora": "separate"}, "config.export.lora='separate': needs lora.rank above 0"),
+        ({"lora.rank": 4, "model.checkpoint": ""}, "config.lora.rank=4: needs model.checkpoint"),
+        ({"lora.rank": 4, "lora.alpha": 0.0}, "config.lora.alpha=0.0: must be above 0"),
+        ({"reward.device": "tpu"}, "config.reward.device='tpu': must be cpu, cuda or cuda:N"),
+        ({"reward.wire": "int8"}, "config.reward.wire='int8': must be float32 or bfloat16"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_values_are_one_line(changes, says):
+    config = recipe("cosmos2b")
+    for field, value in changes.items():
+        section, name = field.split(".")
+        config[section][name] = value
+    with pytest.raises(config_lib.ConfigError) as error:
+        config_lib.validate(config)
+    assert says in str(error.value) and "\n" not in str(error.value)

@@ -1,6 +1,7 @@
 """Scorers and the worker that feeds them. Needs torch."""
 
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ddrl_jax.data.digits import all_prompts, write_clips  # noqa: E402
+from ddrl_jax.sidecar import worker as worker_module  # noqa: E402
 from ddrl_jax.sidecar.codec import Identity, Unshuffle, parse_codec, to_video  # noqa: E402
 from ddrl_jax.sidecar.protocol import EnqueueHeader, Limits  # noqa: E402
 from ddrl_jax.sidecar.scorers import digits_training, load, resolve  # noqa: E402
@@ -350,6 +352,126 @@ def test_a_scorer_that_exits_does_not_take_the_worker_along():
     zeros = np.zeros((1, 1, 1, 2, 2), np.float32)
     assert wait(worker, worker.add(header(1, quits=1.0), zeros), "quits")[0] == 422
     assert wait(worker, worker.add(header(1), zeros))[0] == 200
+
+
+class Records:
+    """Notes the samples of each batch (their first pixel) and the prompts."""
+
+    def __init__(self, batch_size, fails_at=None):
+        self.batch_size, self.fails_at, self.seen = batch_size, fails_at, []
+
+    def score(self, videos, prompts):
+        first = videos[:, 0, 0, 0, 0].tolist()
+        self.seen.append((first, list(prompts)))
+        if self.fails_at in first:
+            raise ValueError("cannot")
+        return {"first": videos[:, 0, 0, 0, 0], "mean": videos.mean((1, 2, 3, 4))}
+
+
+class Pieces(Identity):
+    def __init__(self):
+        object.__setattr__(self, "decoded", [])
+
+    def decode(self, latents):
+        self.decoded.append(len(latents))
+        return super().decode(latents)
+
+
+LATENTS = np.random.default_rng(0).uniform(-1, 1, (17, 1, 2, 4, 4)).astype(np.float32)  # 128 bytes each
+
+
+def recorded(monkeypatch, clips, *scorers):
+    monkeypatch.setattr(worker_module, "_PIECE_BYTES", int(clips * LATENTS[0].nbytes))
+    codec, named = Pieces(), {f"s{i}": scorer for i, scorer in enumerate(scorers)}
+    worker = Worker(named, codec, Limits())
+    asked = EnqueueHeader(prompts=[f"p{i}" for i in range(17)], reward_fn=dict.fromkeys(named, 1.0))
+    uuid = worker.add(asked, LATENTS)
+    return codec.decoded, {name: wait(worker, uuid, name) for name in named}
+
+
+@pytest.mark.parametrize(
+    ("clips", "sizes", "decoded"),
+    [
+        (100, (2,), [2, 15]),  # what a clip has is known when the first are decoded
+        (4.5, (2,), [2, 4, 4, 4, 3]),
+        (4.5, (2, 3), [6, 6, 5]),
+        (0.5, (1,), [1] * 17),
+        (0.5, (4, 1), [4, 4, 4, 4, 1]),
+        (100, (16, 3), [17]),
+    ],
+)
+def test_a_request_is_decoded_and_scored_in_pieces(monkeypatch, clips, sizes, decoded):
+    scorers = [Records(size) for size in sizes]
+    pieces, answers = recorded(monkeypatch, clips, *scorers)
+    assert pieces == decoded
+    for i, scorer in enumerate(scorers):
+        # As if all of it had been decoded first: the same batches, the same scores.
+        whole = Records(scorer.batch_size)
+        values = score_in_fixed_batches(whole, LATENTS, [f"p{i}" for i in range(17)])
+        assert scorer.seen == whole.seen
+        status, answer = answers[f"s{i}"]
+        assert status == 200 and answer["scores"] == {f"s{i}/{key}": column for key, column in values.items()}
+        assert answer["input_info"]["shape"] == list(LATENTS.shape)
+
+
+def test_a_scorer_that_fails_in_a_later_piece(monkeypatch):
+    good, bad = Records(2), Records(2, fails_at=float(LATENTS[5, 0, 0, 0, 0]))
+    pieces, answers = recorded(monkeypatch, 2, good, bad)
+    assert answers["s1"] == (422, {"message": "scorer s1: cannot"}) and len(bad.seen) == 3
+    assert answers["s0"][0] == 200 and len(answers["s0"][1]["scores"]["s0/first"]) == 17
+    pieces, answers = recorded(monkeypatch, 2, bad)
+    assert answers["s0"][0] == 422 and pieces == [2, 2, 2]  # nobody is left to decode the rest for
+
+
+def test_scores_of_other_names_in_a_later_piece(monkeypatch):
+    class Renames(Records):
+        def score(self, videos, prompts):
+            super().score(videos, prompts)
+            return {f"n{len(self.seen) // 2}": [0.0] * 2}
+
+    _, answers = recorded(monkeypatch, 2, Renames(2))
+    assert answers["s0"] == (422, {"message": "scorer s0: it named its scores ['n1'] here and ['n0'] before"})
+
+
+def test_a_piece_is_gone_before_the_next_is_decoded(monkeypatch):
+    alive = []
+
+    class Watches(Identity):
+        def decode(self, latents):
+            alive.append(sum(ref() is not None for ref in refs))
+            video = super().decode(latents)
+            refs.append(weakref.ref(video))
+            return video
+
+    refs = []
+    monkeypatch.setattr(worker_module, "_PIECE_BYTES", 1)
+    worker = Worker({"brightness": Records(4)}, Watches(), Limits())
+    assert wait(worker, worker.add(header(17), LATENTS))[0] == 200
+    assert alive == [0] * 5
+
+
+def test_a_decoded_video_is_clipped_where_it_is():
+    class Fixed:
+        video = np.array([-3.0, 0.5, 3.0], np.float32).reshape(1, 1, 1, 1, 3)
+
+        def decode(self, latents):
+            return self.video
+
+    assert to_video(LATENTS, "latent", Fixed()) is Fixed.video
+    assert Fixed.video.ravel().tolist() == [-1.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
+def test_what_was_sent_is_not_changed(dtype):
+    sent = np.random.default_rng(0).integers(0, 255, (2, 3, 2, 4, 4)).astype(dtype)
+    before = sent.copy()
+    got = to_video(sent, "video", Identity())
+    np.testing.assert_array_equal(sent, before)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, sent.astype(np.float32) / np.float32(127.5) - np.float32(1.0))
+    for codec in (Identity(), Unshuffle(1)):
+        to_video(sent, "latent", codec)
+        np.testing.assert_array_equal(sent, before)
 
 
 def test_undecodable_latents_fail_with_the_reason():

@@ -22,6 +22,7 @@ from ddrl_jax.checkpoint import load_pretrained  # noqa: E402
 from ddrl_jax.models import text_encoder  # noqa: E402
 from ddrl_jax.models.qwen_text import STRATEGIES, QwenTextConfig, embedding_width  # noqa: E402
 from ddrl_jax.rewards import ConfigurationFault, SidecarText, TextUnavailable, embed_captions, launch  # noqa: E402
+from ddrl_jax.rewards import text as rewards_text  # noqa: E402
 from ddrl_jax.sidecar import protocol, text  # noqa: E402
 from tests.paths import GOLDEN  # noqa: E402
 from tests.qwen_tokenizer import write_tower  # noqa: E402
@@ -309,6 +310,118 @@ def test_one_caption_a_request_and_equal_ones_once():
     assert fake.asked == [{"captions": ["a"]}, {"captions": ["b"]}]
 
 
+def header_of(shape, dtype="<f4"):
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, {"descr": dtype, "fortran_order": False, "shape": shape})
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            header_of((1, 1 << 20, 1 << 20)),
+            r"0 bytes of features where \(1, 1048576, 1048576\) float32 needs 4398046511104",
+        ),
+        (header_of((1, 2, 3)) + bytes(25), "25 bytes of features where"),
+        (header_of((1, 2, 3), "|O") + bytes(48), "said to be 'float32'"),
+        (header_of((1, 0, 3)), r"features of \(1, 0, 3\)"),
+        (header_of((2, 2, 3)) + bytes(48), r"features of \(2, 2, 3\) float32 for one caption"),
+        (b"\x93NUMPY\x01\x00\xff\xff{", "garbage"),
+    ],
+)
+def test_what_an_answer_claims_is_checked_before_anything_is_allocated(content, words, monkeypatch):
+    monkeypatch.setattr(np, "load", lambda *_, **__: pytest.fail("allocates what the header says"))
+    answer = (200, content, {protocol.DTYPE_HEADER: "float32"})
+    with pytest.raises(TextUnavailable, match=words):
+        embed_captions(Answers(answer).url, "", ["a"], retries=0)
+
+
+def test_an_answer_is_bounded():
+    """It is not read to its end."""
+    endless = Endless()
+    with pytest.raises(TextUnavailable, match=r"an answer of more than 100000 bytes$"):
+        embed_captions(endless.url, "", ["a"], retries=0, limit=100_000)
+    assert endless.stopped.wait(30)
+    with pytest.raises(TextUnavailable, match=r"took longer than 0\.2 s|no answer within 0\.2 s"):
+        embed_captions(Endless(pause_s=0.05).url, "", ["a"], retries=0, timeout_s=0.2)
+
+
+class Endless:
+    """A server whose answer has no end."""
+
+    def __init__(self, pause_s=0.0):
+        stopped = self.stopped = threading.Event()
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                self.rfile.read(int(self.headers["content-length"]))
+                self.send_response(200)
+                self.end_headers()
+                try:
+                    while True:
+                        self.wfile.write(bytes(10_000 if not pause_s else 10))
+                        time.sleep(pause_s)
+                except OSError:
+                    stopped.set()
+
+            def log_message(self, *args):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+class Client:
+    """What `SidecarText` is connected to."""
+
+    sidecar, token = None, ""
+
+    def __init__(self, url, **account):
+        self.url, self.account = url, {"length": 2, "dim": 3, "dtype": "float32"} | account
+
+    def health(self):
+        return {"text_encoder": self.account}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_answer_has_no_more_bytes_than_the_features_need(dtype):
+    wide = np.zeros((1, 2, 3 + 4096), np.float32 if dtype == "float32" else np.uint16)
+    fake = Answers(*[features(wide, dtype)] * 4, features(wide[..., :3], dtype))
+    embedder = SidecarText(length=2, dim=3)
+    embedder.connect(Client(fake.url, dtype=dtype))
+    with pytest.raises(
+        TextUnavailable, match=f"an answer of more than {4096 + 6 * (4 if dtype == 'float32' else 2)} bytes"
+    ):
+        embedder.embed(["a"])
+    assert embedder.embed(["a"]).shape == (1, 2, 3)
+
+
+def test_a_server_restarted_with_another_shape():
+    embedder = SidecarText(length=2, dim=3)
+    embedder.connect(Client(Answers(features(GOOD.reshape(1, 3, 2))).url))
+    with pytest.raises(
+        TextUnavailable, match=r"gave \(3, 2\) float32, not \(2, 3\): it was restarted with other settings"
+    ):
+        embedder.embed(["a"])
+
+
+def test_a_server_of_another_dtype():
+    with pytest.raises(ConfigurationFault, match=r"computes in int8; one of float32, bfloat16 is needed$"):
+        SidecarText(length=2, dim=3).connect(Client("http://127.0.0.1:9", dtype="int8"))
+
+
+def test_how_long_is_waited_is_the_callers(monkeypatch):
+    seen = []
+    monkeypatch.setattr(rewards_text, "embed_captions", lambda *_, **options: seen.append(options["timeout_s"]))
+    for options in ({}, {"timeout_s": 7.0}):
+        embedder = SidecarText(length=2, dim=3, **options)
+        embedder.connect(Client("http://127.0.0.1:9"))
+        embedder.embed(["a"])
+    assert seen == [600.0, 7.0]
+
+
 def test_what_is_not_had_is_raised():
     with pytest.raises(TextUnavailable, match=r"gave no features in 2 attempts: server error: 500 oh$"):
         embed_captions(Answers((500, b"oh", {}), (500, b"oh", {})).url, "", ["a"], retries=1)
@@ -365,6 +478,17 @@ def test_a_folder_that_does_not_fit(tmp_path, changes, message):
     (tmp_path / "t/config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ValueError, match=message):
         text.load_tower(tmp_path / "t", torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("name", ["../t/model.safetensors", "/model.safetensors", "..", "a\\b"])
+def test_an_index_names_files_of_its_folder_only(tmp_path, name):
+    shutil.copytree(HUB, tmp_path / "t")
+    (index,) = (tmp_path / "t").glob("*.index.json")
+    weight_map = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": weight_map | {next(iter(weight_map)): name}}))
+    with pytest.raises(ValueError, match=r"^text-encoder: .*, which is no file of its folder") as error:
+        text.load_tower(tmp_path / "t", torch.float32, "cpu")
+    assert repr(name) in str(error.value)
 
 
 def test_without_transformers(monkeypatch, folder):

@@ -117,6 +117,39 @@ def test_statistics_of_a_diffusers_folder(tmp_path, golden):
     np.testing.assert_allclose(video, golden["image/decode_of_latent_random_unclamped"], rtol=0, atol=DECODE)
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+def test_torch_files_that_the_trainer_reads(tmp_path, golden, zipped, capsys):
+    """Of the form before zip, and of a run that kept other things beside the model."""
+    state = {name: torch.from_numpy(value) for name, value in load_file(OFFICIAL).items()}
+    state = {"model": state | {"x._extra_state": torch.zeros(1), "step": 3}, "optimizer": {"lr": 1}}
+    torch.save(state, tmp_path / "x.pth", _use_new_zipfile_serialization=zipped)
+    z = golden["image/latent_random"]
+    for path in (tmp_path / "x.pth", tmp_path):
+        np.testing.assert_array_equal(load(path).decode(z), load(OFFICIAL).decode(z))
+    assert not capsys.readouterr().out  # what a server says there is read by whoever started it
+
+
+def test_shards_of_an_index(tmp_path, golden):
+    tensors = load_file(FORMS["diffusers_file"])
+    names = sorted(tensors)
+    weight_map = {name: f"x-0000{i % 2 + 1}-of-00002.safetensors" for i, name in enumerate(names)}
+    for shard in set(weight_map.values()):
+        save_file({name: tensors[name] for name in names if weight_map[name] == shard}, tmp_path / shard)
+    save_file({"decoder.extra": np.zeros(1)}, tmp_path / "other.safetensors")  # which the index does not name
+    shutil.copyfile(DIFFUSERS / "config.json", tmp_path / "config.json")
+    index = tmp_path / "x.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    z = golden["image/latent_random"]
+    np.testing.assert_array_equal(load(tmp_path).decode(z), load(DIFFUSERS).decode(z))
+    index.write_text(json.dumps({"weight_map": weight_map | {"a": "../x.safetensors"}}))
+    assert "names '../x.safetensors', which is no file of its folder" in error_of(tmp_path)
+    index.write_text("[]")
+    assert "no weight_map" in error_of(tmp_path)
+    (tmp_path / "x-00002-of-00002.safetensors").unlink()
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert "names files that are not there: x-00002-of-00002.safetensors" in error_of(tmp_path)
+
+
 # --- what does not fit ---
 
 
@@ -147,7 +180,7 @@ def test_all_names_that_do_not_fit_are_listed(tmp_path, form):
 
 def test_files_of_another_kind(tmp_path):
     assert "does not exist" in error_of(tmp_path / "nothing.pth")
-    assert "0 files of weights" in error_of(tmp_path)
+    assert "0 .safetensors files and 0 indices" in error_of(tmp_path)
     assert "not a whole safetensors file" in error_of(tmp_path / "nothing.safetensors")
     for name in ("x.pth", "x.safetensors"):
         (tmp_path / name).write_bytes(b"no weights at all")
@@ -155,7 +188,7 @@ def test_files_of_another_kind(tmp_path):
     torch.save({"conv2.bias": 3}, tmp_path / "x.pth")
     assert "does not hold a dict of tensors" in error_of(tmp_path / "x.pth")
     torch.save([torch.nn.Linear(1, 1)], tmp_path / "x.pth")  # a pickle of code: never run
-    assert "not a torch file of plain tensors" in error_of(tmp_path / "x.pth")
+    assert "not a torch file of tensors alone" in error_of(tmp_path / "x.pth")
     save_file({"net.x": np.zeros(1)}, tmp_path / "x.safetensors")
     assert "holds no Wan2.1 decoder" in error_of(tmp_path / "x.safetensors")
     shutil.copyfile(FORMS["diffusers_file"], tmp_path / "x.safetensors")

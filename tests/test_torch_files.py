@@ -2,6 +2,7 @@
 
 import builtins
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from ddrl_jax.checkpoint import load_pretrained, save_pretrained, torch_files
+from ddrl_jax.sidecar import convert
 from tests.paths import GOLDEN, ROOT
-from tests.test_weights import FOLDER, OFFICIAL, error_of, same_bits, same_params
+from tests.test_weights import FOLDER, OFFICIAL, error_of, raw, same_bits, same_params
 
 WRAPPED = "official_wrapped_net_and_net_ema_bf16.pt"
 torch = pytest.importorskip("torch", reason="the sidecar's own environment has it; the test extra installs it")
@@ -163,6 +165,30 @@ def test_damaged_torch_files(tmp_path):
     assert "x is a torch.strided tensor of torch.complex64" in error_of(tmp_path / "complex.pt")
     assert "does not exist" in error_of(tmp_path / "nowhere.pt")
     assert not list(tmp_path.glob("*.safetensors")) and not list(tmp_path.glob(".*"))
+
+
+def test_a_dtype_that_only_torch_knows(tmp_path):
+    torch.save({"net.a": torch.ones(2).to(torch.float8_e4m3fn)}, tmp_path / "x.pt")
+    assert "x.pt.safetensors: net.a is a tensor of F8_E4M3; F64" in error_of(tmp_path / "x.pt")
+
+
+def test_safetensors_the_command_cannot_turn_into_a_torch_file(tmp_path):
+    file = tmp_path / "x.safetensors"
+    for entry, words in [
+        ({"dtype": "F4", "shape": [8], "data_offsets": [0, 8]}, "x.safetensors: a is a tensor of F4; F64, "),
+        ({"dtype": "F32", "shape": [-1], "data_offsets": [0, 8]}, "a has the shape [-1]"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [-8, -4]}, "a ends behind the end of the file"),
+    ]:
+        file.write_bytes(raw({"__metadata__": {"format": "pt"}, "a": entry}))
+        with pytest.raises(ValueError) as error:
+            convert.to_torch(file, tmp_path / "x.pt")
+        assert words in str(error.value)
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", 100_000_001))
+        stream.truncate(200_000_000)  # a hole
+    with pytest.raises(ValueError, match="its header has 100000001 bytes; at most"):
+        convert.to_torch(file, tmp_path / "x.pt")
+    assert not (tmp_path / "x.pt").exists()
 
 
 # ---- out -------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tracemalloc
@@ -371,6 +372,55 @@ def test_missing_shards(tmp_path):
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     shard.unlink()
     assert f"files that are not there: {shard.name}" in error_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/secret.safetensors", "a\\b", "..", ".", "", "x\0", "a/b"])
+def test_an_index_names_files_of_its_folder_only(tmp_path, name):
+    (tmp_path / "secret.safetensors").write_bytes(OFFICIAL.read_bytes())
+    (tmp_path / "d").mkdir()
+    weight_map = dict.fromkeys(safetensors_files.read_file(OFFICIAL), name)
+    (tmp_path / "d/x.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    message = error_of(tmp_path / "d")
+    assert f"index.json names {name!r}, which is no file of its folder: a plain name is needed" in message
+
+
+def raw(header):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(8)
+
+
+def test_a_dtype_that_is_not_known_is_named(tmp_path):
+    file = tmp_path / "x.safetensors"
+    entry = {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}
+    file.write_bytes(raw({"__metadata__": {}, "a.weight": entry}))
+    assert f"{file}: a.weight is a tensor of F8_E4M3; F64, F32, F16, BF16, " in error_of(file)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [-1], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [-8, -4]},
+        {"dtype": "F32", "shape": [0], "data_offsets": [8, 4]},
+        {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": "2", "data_offsets": [0, 8]},
+        3,
+    ],
+)
+def test_headers_that_do_not_fit_their_file(tmp_path, entry):
+    (tmp_path / "x.safetensors").write_bytes(raw({"a": entry}))
+    assert "not a whole safetensors file" in error_of(tmp_path / "x.safetensors")
+
+
+def test_the_header_is_limited(tmp_path):
+    file = tmp_path / "x.safetensors"
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", 100_000_001))
+        stream.truncate(200_000_000)  # a hole: no disk is needed
+    assert "its header has 100000001 bytes; at most 100000000 are read" in error_of(file)
+    file.write_bytes(raw(b'{"a":' * 50_000))
+    assert "not a whole safetensors file" in error_of(file)
 
 
 def test_nothing_half_written(tmp_path, monkeypatch):

@@ -104,7 +104,7 @@ def flags(folder):
     sizes |= {f"text.{name}": value for name, value in TEXT.items()}
     sizes |= {"data.frames": FRAMES, "data.size": SHORT, "data.long_size": LONG}
     sizes |= {"rollout.conditions": 2, "rollout.group_size": 4, "rollout.num_steps": 4, "train.micro_batch": 8}
-    sizes |= {"train.steps": 2, "train.warmup_steps": 1, "checkpoint.every": 1, "pretrain.batch_size": 2}
+    sizes |= {"train.steps": 2, "train.warmup_steps": 1, "checkpoint.every": 1}
     sizes |= {"eval.clips": 4, "eval.clips_during": 2, "eval.heldout_clips": 3, "eval.chunk": 2, "eval.num_steps": 3}
     sizes |= {"mesh.replica": 1, "mesh.fsdp": 1, "mesh.context": 1}
     places = {

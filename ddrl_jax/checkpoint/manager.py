@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 
 
 class UnreadableError(RuntimeError):
-    """There are checkpoints and none can be read: all damaged, or of another network."""
+    """There are checkpoints and none can be read (all damaged, or of another network), or not the one asked for."""
 
 
 class Checkpoints:
@@ -62,30 +62,38 @@ class Checkpoints:
         for later in [s for s in self.steps() if s > step]:
             self._manager.delete(later)
 
-    def restore(self, like: Any) -> tuple[int, Any] | None:
-        """(step, state) of the newest readable checkpoint, or None when there is none.
+    def restore(self, like: Any, step: int | None = None) -> tuple[int, Any] | None:
+        """(step, state) of the newest readable checkpoint, or of that of `step`, or None when there is none at all.
 
         `like`: a tree of arrays or ShapeDtypeStructs whose shapes, dtypes and shardings the result takes; the mesh may
         differ from the one that saved. A leaf that is `...` is not read, and is that in the result (of a read-only
-        manager). A checkpoint that cannot be read is reported and the one before it is taken. Raises UnreadableError
-        when there are checkpoints and none can be read. Nothing is deleted here.
+        manager). A checkpoint that cannot be read is reported and the one before it is taken, but for a `step` that was
+        asked for. Raises UnreadableError when there are checkpoints and none can be read, or not that one. Nothing is
+        deleted here.
         """
         abstract = jax.tree.map(lambda leaf: leaf if leaf is ... else ocp.utils.to_shape_dtype_struct(leaf), like)
         args = ocp.args.StandardRestore(abstract)
         if any(leaf is ... for leaf in jax.tree.leaves(abstract)):  # which the standard form, that saves, cannot do
             args = ocp.args.PyTreeRestore(abstract, ocp.checkpoint_utils.construct_restore_args(abstract))
         steps = self.steps()
-        for step in reversed(steps):
+        if steps and step is not None and step not in steps:
+            raise UnreadableError(f"{self.folder} has no checkpoint of step {step}; it has {_listed(steps)}")
+        for tried in reversed([s for s in steps if step in (None, s)]):
             try:
-                return step, self._manager.restore(step, args=ocp.args.Composite(state=args)).state
+                return tried, self._manager.restore(tried, args=ocp.args.Composite(state=args)).state
             except Exception as error:  # Whatever is wrong with it, the one before may be whole.
-                self._unreadable.add(step)
+                self._unreadable.add(tried)
                 reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-                warnings.warn(
-                    f"checkpoint {self.folder.name}/{step} cannot be read ({reason}); falling back to the one before",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                if step is None:
+                    warnings.warn(
+                        f"checkpoint {self.folder.name}/{tried} cannot be read ({reason}); falling back to the one "
+                        "before",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+        if steps and step is not None:
+            others = _listed([s for s in steps if s != step]) or "none"
+            raise UnreadableError(f"checkpoint {step} in {self.folder} cannot be read ({reason}); others: {others}")
         if steps:
             raise UnreadableError(f"none of the checkpoints {steps} in {self.folder} can be read: {reason}")
         return None
@@ -100,3 +108,7 @@ class Checkpoints:
         """Waits for what is being written: whatever ends the run, a save under way is finished."""
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, steps))

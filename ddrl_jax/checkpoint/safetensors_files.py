@@ -32,6 +32,7 @@ _DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
+_MAX_HEADER = 100_000_000  # bytes, as in the package
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -68,9 +69,12 @@ def read(path: Path) -> dict[str, np.ndarray]:
         try:
             names = json.loads(indices[0].read_text())["weight_map"]
             shards = sorted(set(names.values()))
-            files = [path / file for file in shards]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            odd = [name for name in shards if not _is_plain(name)]
+            files = [path / name for name in shards]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{indices[0]} is not an index of safetensors shards: no weight_map") from error
+        if odd:
+            raise ValueError(f"{indices[0]} names {odd[0]!r}, which is no file of its folder: a plain name is needed")
         if absent := [file.name for file in files if not file.is_file()]:
             raise ValueError(f"{indices[0]} names files that are not there: {', '.join(absent)}")
         tensors = {name: tensor for file in files for name, tensor in read_file(file).items()}
@@ -84,6 +88,11 @@ def read(path: Path) -> dict[str, np.ndarray]:
     return read_file(files[0])
 
 
+def _is_plain(name: str) -> bool:
+    """Whether a name leads to nothing outside its folder."""
+    return name not in ("", ".", "..") and not re.search(r"[/\\\0]", name)
+
+
 def is_shard(file: Path) -> bool:
     """Whether a file's name says that it is one of several: x-00001-of-00003.safetensors."""
     return bool(re.search(r"-\d+-of-(?!0*1\.)\d+\.safetensors$", file.name))
@@ -92,16 +101,20 @@ def is_shard(file: Path) -> bool:
 def read_file(file: Path) -> dict[str, np.ndarray]:
     """The tensors of one file, as views of its mapped pages. Raises ValueError when it is not a whole one."""
     header, begin = _header(file)
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if isinstance(entry, dict) and isinstance(dtype := entry.get("dtype"), str) and dtype not in _DTYPES:
+            raise ValueError(f"{file}: {name} is a tensor of {dtype}; {', '.join(_DTYPES)} can be read")
     try:
         size = file.stat().st_size
         data = np.memmap(file, np.uint8, "r", offset=begin) if size > begin else np.empty(0, np.uint8)
         tensors = {}
         for name, entry in header.items():
-            if name == "__metadata__":
-                continue
             first, end = entry["data_offsets"]
-            if end > data.size:
+            if not 0 <= first <= end <= data.size:
                 raise ValueError(f"{name} ends behind the end of the file")
+            if min(entry["shape"], default=0) < 0:
+                raise ValueError(f"{name} has the shape {entry['shape']}")
             tensors[name] = data[first:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
         return tensors
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -121,11 +134,13 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > file.stat().st_size - 8:
                 raise ValueError("its header is longer than the file")
+            if length > _MAX_HEADER:
+                raise ValueError(f"its header has {length} bytes; at most {_MAX_HEADER} are read")
             header = json.loads(stream.read(length))
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
         return header, 8 + length
-    except (struct.error, ValueError) as error:
+    except (struct.error, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
 
 

@@ -7,7 +7,7 @@ header and raw little-endian numbers, nothing that is executed on reading.
 
 Must not know how latents are made. Errors about a cache name data.path, the folder that it is in.
 
-Shape legend: N clips, C channels, T latent frames, h rows, w columns, S tokens, D embedding channels.
+Shape legend: N clips, C channels, T latent frames, h rows, w columns.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
+from ddrl_jax.data import files
+
 FORMAT = 1
-_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 _MAX_HEADER = 1 << 20
 _OPEN_SHARDS = 64  # readers kept open; a cache may have more shards than a process may have files
 
@@ -58,12 +59,8 @@ def _table_file(shard: Path) -> Path:
 
 
 def _write_atomically(file: Path, content: bytes) -> None:
-    partial = file.with_name(file.name + ".partial")
-    with partial.open("wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(partial, file)
+    with files.whole(file) as partial:
+        partial.write_bytes(content)
 
 
 def _sha256(file: Path) -> str:
@@ -80,34 +77,23 @@ def _plain(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(_json(dict(fingerprint)))
 
 
-def _difference(was: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    """The first field in which two fingerprints differ, in words."""
-    for key in sorted(was.keys() | wanted.keys()):
+def _difference(was: Mapping[str, Any], wanted: Mapping[str, Any], keys: Collection[str]) -> str | None:
+    """The first of the fields in which two fingerprints differ, in words."""
+    for key in sorted(keys):
         if key not in was or key not in wanted or was[key] != wanted[key]:
             show = [f"{key}={f[key]!r}" if key in f else f"no {key}" for f in (was, wanted)]
             return f"was prepared with {show[0]}, not {show[1]}"
     return None
 
 
-def _array_header(array: np.ndarray, dtype: str) -> dict[str, Any]:
-    return {"shape": list(array.shape), "dtype": dtype}
-
-
-def encode_record(
-    name: str, latent: np.ndarray, caption: str, embedding: np.ndarray | None = None, dtype: str = "float32"
-) -> bytes:
-    """A record: header length (4 bytes), JSON header, latent in `dtype`, embedding in bfloat16."""
-    parts = [latent.astype(_DTYPES[dtype], copy=False).tobytes()]
-    header = {"name": name, "caption": caption, "latent": _array_header(latent, dtype), "embedding": None}
-    if embedding is not None:
-        header["embedding"] = _array_header(embedding, "bfloat16")
-        parts.append(embedding.astype(ml_dtypes.bfloat16, copy=False).tobytes())
-    text = _json(header)
-    return b"".join([struct.pack("<I", len(text)), text, *parts])
+def encode_record(name: str, latent: np.ndarray, caption: str) -> bytes:
+    """A record: header length (4 bytes), JSON header, latent in float32."""
+    text = _json({"name": name, "caption": caption, "latent": {"shape": list(latent.shape), "dtype": "float32"}})
+    return b"".join([struct.pack("<I", len(text)), text, latent.astype("<f4", copy=False).tobytes()])
 
 
 def decode_record(record: bytes) -> dict[str, Any]:
-    """The inverse: name, caption, latent float32 (C,T,h,w), embedding bfloat16 (S,D) or None.
+    """The inverse: name, caption, latent float32 (C,T,h,w).
 
     Raises:
       ValueError: not such a record, or its length is not what the header says.
@@ -118,28 +104,24 @@ def decode_record(record: bytes) -> dict[str, Any]:
         header = json.loads(record[4 : 4 + length])
     except ValueError as e:
         raise ValueError("a record's header is not JSON") from e
-    at = 4 + length
-    arrays: list[np.ndarray | None] = []
     try:
-        name, caption = header["name"], header["caption"]
-        for part, rank in ((header["latent"], 4), (header["embedding"], 2)):
-            if part is None:
-                arrays.append(None)
-                continue
-            shape, dtype = tuple(part["shape"]), _DTYPES[part["dtype"]]
-            if len(shape) != rank or not all(isinstance(n, int) and n > 0 for n in shape):
-                raise ValueError(f"a record's header has shape {shape}")
-            size = int(np.prod(shape, dtype=object)) * dtype.itemsize
-            if size > len(record) - at:
-                raise ValueError("a record is shorter than its header says")
-            arrays.append(np.frombuffer(record, dtype, count=size // dtype.itemsize, offset=at).reshape(shape))
-            at += size
+        name, caption, shape, dtype = (
+            header["name"],
+            header["caption"],
+            header["latent"]["shape"],
+            header["latent"]["dtype"],
+        )
+        if len(shape) != 4 or not all(isinstance(n, int) and n > 0 for n in shape):
+            raise ValueError(f"a record's header has shape {shape}")
+        size = 4 * math.prod(shape)
     except (KeyError, TypeError) as e:
         raise ValueError(f"a record's header lacks what it must have: {e}") from e
-    latent, embedding = arrays
-    if latent is None or at != len(record) or not isinstance(name, str) or not isinstance(caption, str):
-        raise ValueError("a record is not what its header says")
-    return {"name": name, "caption": caption, "latent": latent.astype(np.float32), "embedding": embedding}
+    if dtype != "float32" or not isinstance(name, str) or not isinstance(caption, str):
+        raise ValueError("a record's header is not that of a clip")
+    if size != len(record) - 4 - length:
+        raise ValueError("a record has another length than its header says")
+    latent = np.frombuffer(record, "<f4", offset=4 + length).reshape(shape)
+    return {"name": name, "caption": caption, "latent": latent.astype(np.float32)}
 
 
 def _read_index(file: Path) -> dict[str, Any]:
@@ -194,9 +176,8 @@ class CacheWriter:
     Args:
       folder: made where it is not there.
       fingerprint: what the latents depend on (codec, frames, fps, sizes, ...), as JSON can hold it. A cache with
-        another one is not gone on with.
+        another one, with more fields or with fewer, is not gone on with.
       shard_clips: clips a shard.
-      dtype: of stored latents, "float32" or "bfloat16".
       process_index, process_count: several processes write one cache, each its own files and its own index.
 
     Attributes:
@@ -212,14 +193,11 @@ class CacheWriter:
         fingerprint: Mapping[str, Any],
         shard_clips: int = 64,
         *,
-        dtype: str = "float32",
         process_index: int = 0,
         process_count: int = 1,
     ) -> None:
         if shard_clips < 1:
             raise ValueError(f"shard_clips = {shard_clips}: must be at least 1")
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype = {dtype!r}: must be one of {', '.join(_DTYPES)}")
         if not 0 <= process_index < process_count:
             raise ValueError(f"process_index = {process_index}: must be in 0 .. {process_count - 1}")
         self.folder = Path(folder)
@@ -231,8 +209,6 @@ class CacheWriter:
         self._index: dict[str, Any] = {
             "format": FORMAT,
             "fingerprint": _plain(fingerprint),
-            "dtype": dtype,
-            "embedding": None,
             "finished": False,
             "shards": [],
             "skipped": [],
@@ -253,11 +229,9 @@ class CacheWriter:
                     f"holds {file.name}: it must be gone on with by as many processes, not {process_count}"
                 )
             found = _read_index(file)
-            if differs := _difference(found["fingerprint"], self._index["fingerprint"]):
+            was, now = found["fingerprint"], self._index["fingerprint"]
+            if differs := _difference(was, now, was.keys() | now.keys()):
                 raise ValueError(f"{differs}: prepare into another folder")
-            if found["dtype"] != self._index["dtype"]:
-                raise ValueError(f"holds {found['dtype']}, not {self._index['dtype']}: prepare into another folder")
-            self._index["embedding"] = self._index["embedding"] or found["embedding"]
             for shard in found["shards"]:
                 self.done.update(row["name"] for row in _read_table(self.folder, shard))
             if file == self._file:
@@ -281,14 +255,13 @@ class CacheWriter:
     def _partial(self) -> Path:
         return self._shard_file().with_suffix(".partial")
 
-    def add(self, name: str, latent: np.ndarray, caption: str, embedding: np.ndarray | None = None) -> None:
+    def add(self, name: str, latent: np.ndarray, caption: str) -> None:
         """Add a clip.
 
         Args:
           name: unique in the cache.
-          latent: (C,T,h,w), finite.
+          latent: (C,T,h,w), finite, stored in float32.
           caption: its text.
-          embedding: of the caption, (S,D), stored in bfloat16; either all clips have one, of the same shape, or none.
 
         Raises:
           ValueError: the name is there already, another shape, a number that is not finite.
@@ -301,12 +274,7 @@ class CacheWriter:
             raise ValueError(f"latent of {name!r} = {latent.shape}: must be (C,T,h,w)")
         if not np.isfinite(latent.astype(np.float32, copy=False)).all():
             raise ValueError(f"latent of {name!r}: has numbers that are not finite")
-        kind = None if embedding is None else list(np.shape(embedding))
-        if not self.done and not self._index["shards"] and not self._table:
-            self._index["embedding"] = kind
-        if kind != self._index["embedding"] or (kind is not None and len(kind) != 2):
-            raise ValueError(f"embedding of {name!r} = {kind}: must be {self._index['embedding'] or '(S,D) for all'}")
-        record = encode_record(name, latent, caption, embedding, self._index["dtype"])
+        record = encode_record(name, latent, caption)
         try:
             if self._writer is None:
                 # Groups of one: clips are read one by one. Floats of latents do not compress.
@@ -391,7 +359,8 @@ class LatentCache:
 
     Args:
       folder: the cache.
-      fingerprint: what the latents must have been made with; None takes any.
+      fingerprint: what the latents must have been made with; None takes any. The cache's own may have further fields,
+        such as which weights made synthetic clips.
       heldout: how many clips `split("heldout")` has. They are chosen by a hash of the name, so that a larger number
         contains the smaller one and a few new files change few of them.
 
@@ -399,8 +368,7 @@ class LatentCache:
       names, captions: of the clips.
       shapes: (C,T,h,w) of each clip's latent.
       skipped: (name, reason) of what gave no clip.
-      fingerprint: what the latents were made with.
-      embedding_shape: (S,D), None where the cache has no embeddings.
+      fingerprint: what the latents were made with, all of its fields.
 
     Raises:
       ValueError: no cache, unfinished, another fingerprint, damaged; one line that names data.path.
@@ -421,20 +389,21 @@ class LatentCache:
         self._heldout = heldout
 
     def _open(self, fingerprint: dict[str, Any] | None) -> None:
-        files = sorted(self.folder.glob("index*.json"))
-        if not files:
+        found = sorted(self.folder.glob("index*.json"))
+        if not found:
             raise ValueError("is not there or has no index.json: --mode=prepare makes it")
-        last = files[-1].stem.partition("-of-")[2]
+        last = found[-1].stem.partition("-of-")[2]
         count = int(last) if last.isdigit() else 1
         expected = {_index_file(self.folder, p, count) for p in range(count)}
-        indices = [_read_index(file) for file in files]
-        if set(files) != expected:
-            odd = min(expected ^ set(files))
+        indices = [_read_index(file) for file in found]
+        if set(found) != expected:
+            odd = min(expected ^ set(found))
             raise ValueError(f"{odd.name} {'is missing' if odd in expected else 'is of another run'}")
-        for file, index in zip(files, indices, strict=True):
-            if differs := _difference(index["fingerprint"], indices[0]["fingerprint"]):
-                raise ValueError(f"{file.name} {differs} as in {files[0].name}")
-            if fingerprint is not None and (differs := _difference(index["fingerprint"], fingerprint)):
+        for file, index in zip(found, indices, strict=True):
+            was, first = index["fingerprint"], indices[0]["fingerprint"]
+            if differs := _difference(was, first, was.keys() | first.keys()):
+                raise ValueError(f"{file.name} {differs} as in {found[0].name}")
+            if fingerprint is not None and (differs := _difference(was, fingerprint, fingerprint.keys())):
                 raise ValueError(f"{differs}: prepare another one, or set what it was prepared with")
             if index["finished"] is not True:
                 raise ValueError(f"is unfinished ({file.name}): run --mode=prepare again, it goes on")
@@ -456,12 +425,6 @@ class LatentCache:
         for (name, *_), (other, *_) in itertools.pairwise(rows):
             if name == other:
                 raise ValueError(f"has the name {name!r} twice")
-        # With and without embeddings means two runs that were mixed.
-        kinds = {json.dumps(index["embedding"]) for index in indices if index["shards"]}
-        if len(kinds) > 1:
-            raise ValueError("some clips have embeddings and others have not, or of another shape")
-        kind = json.loads(kinds.pop())
-        self.embedding_shape: tuple[int, int] | None = tuple(kind) if kind else None
         self._rows: list[tuple[str, tuple[int, ...], str, int, int]] = rows
         self._reader = functools.lru_cache(_OPEN_SHARDS)(self._open_shard)
 
@@ -507,15 +470,12 @@ class LatentCache:
             raise
         except ValueError as e:
             raise ValueError(f"{where} is damaged: {e}") from e
-        embedding = clip["embedding"]
-        found = (clip["name"], clip["latent"].shape, clip["caption"], None if embedding is None else embedding.shape)
-        if found != (name, shape, caption, self.embedding_shape):
+        if (clip["name"], clip["latent"].shape, clip["caption"]) != (name, shape, caption):
             raise ValueError(f"{where} is not the clip {name!r} of its table")
         return clip
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, Any]:
-        """Clips of one shape: latent float32 (N,C,T,h,w); caption, name, lists of N; where the cache has embeddings,
-        embedding bfloat16 (N,S,D).
+        """Clips of one shape: latent float32 (N,C,T,h,w); caption, name, lists of N.
 
         Raises:
           IndexError: no such clip.
@@ -527,14 +487,11 @@ class LatentCache:
         if len(shapes := {self._rows[i][1] for i in index_N.tolist()}) != 1:
             raise ValueError(f"clips have shapes {sorted(shapes)}: a batch must have one")
         clips = [self._read(i) for i in index_N.tolist()]
-        out: dict[str, Any] = {
+        return {
             "latent": np.stack([clip["latent"] for clip in clips]),
             "caption": [clip["caption"] for clip in clips],
             "name": [clip["name"] for clip in clips],
         }
-        if self.embedding_shape is not None:
-            out["embedding"] = np.stack([clip["embedding"] for clip in clips])
-        return out
 
     def split(self, name: Literal["train", "heldout"], limit: int = 0) -> LatentCache:
         """The clips to train on, or the held-out ones, as a cache of its own with indices from 0.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,7 +61,11 @@ class DataSet(Protocol):
         """The clips to train on. Raises ValueError, one line, where data.path or data.limit cannot be."""
 
     def evaluation_prompts(self, count: int) -> dict[str, Any]:
-        """A fixed list of prompts that training never sees: caption, a list of `count`, and what they ask for."""
+        """A fixed list of prompts that training never sees: caption, a list of `count`, and what they ask for.
+
+        Of videos also first, what each begins with: a picture uint8 (H,W,3), latents (C,h,w) or None; and, of a list of
+        prompts, id: a number each that its sample's noise is drawn by.
+        """
 
     def heldout_clips(self, count: int) -> dict[str, Any]:
         """The first `count` held-out clips, the same in every run: video float32 (N,C,T,H,W), caption, their labels."""
@@ -81,7 +86,7 @@ def data_set(
     heldout: int = 0,
     prompts: str = "",
     image_to_video: float = 0.0,
-    fingerprint: dict[str, Any] | None = None,
+    fingerprint: Callable[[], dict[str, Any]] | None = None,
 ) -> DataSet:
     """The data set of that name.
 
@@ -245,7 +250,7 @@ class Videos:
     heldout: int
     prompts: str
     image_to_video: float
-    fingerprint: dict[str, Any] | None = None
+    fingerprint: Callable[[], dict[str, Any]] | None = None
     title = "videos"
     vocabulary = ()
 
@@ -256,7 +261,8 @@ class Videos:
     @functools.cached_property
     def cache(self) -> LatentCache:
         """The latents. Raises ValueError, one line naming data.path."""
-        return LatentCache(self.path / LATENTS, fingerprint=self.fingerprint, heldout=self.heldout)
+        made = None if self.fingerprint is None else self.fingerprint()
+        return LatentCache(self.path / LATENTS, fingerprint=made, heldout=self.heldout)
 
     def training(self) -> pipeline.BucketedSource:
         return self.cache.split("train", limit=self.limit)
@@ -267,18 +273,24 @@ class Videos:
         return clips, max(clips.buckets.values(), key=len)
 
     def evaluation_prompts(self, count: int) -> dict[str, Any]:
+        clips, index = self._heldout()
         if self.prompts:
             asked = read_prompts(self.prompts)
-            picked = [asked[i % len(asked)] for i in range(count)]
-            pictures = {p.image: read_image(p.image, self.size, self.long_size) for p in asked if p.image}
-            first = [pictures[p.image] if p.image else None for p in picked]
-            return {"caption": [p.caption for p in picked], "first": first}
-        clips, index = self._heldout()
-        rows = clips.batch(index)
-        i = np.arange(count)
-        given = np.floor((i + 1) * self.image_to_video) > np.floor(i * self.image_to_video)
-        first = [rows["latent"][n % len(index)][:, 0] if given[n] else None for n in i]
-        return {"caption": [rows["caption"][n % len(index)] for n in i], "first": first}
+            height, width = (8 * n for n in clips.shapes[index[0]][2:])  # the orientation that is evaluated
+            pictures = {p.image: read_image(p.image, height, width) for p in asked if p.image}
+            rows = [(asked[i % len(asked)], i // len(asked)) for i in range(count)]
+            return {
+                "caption": [p.caption for p, _ in rows],
+                "first": [pictures[p.image] if p.image else None for p, _ in rows],
+                "id": [_identity(p.caption, p.image.name if p.image else "", again) for p, again in rows],
+            }
+        picked = index[np.arange(count) % len(index)]
+        share = np.arange(count + 1) * self.image_to_video
+        given = np.floor(share[1:]) > np.floor(share[:-1])
+        # One by one: all of them together are gigabytes, their first frames are not.
+        frames = {i: clips.batch([i])["latent"][0][:, 0].copy() for i in dict.fromkeys(picked[given].tolist())}
+        first = [frames[int(i)] if it else None for i, it in zip(picked, given, strict=True)]
+        return {"caption": [clips.captions[i] for i in picked], "first": first}
 
     def heldout_clips(self, count: int) -> dict[str, Any]:
         clips, index = self._heldout()
@@ -286,6 +298,11 @@ class Videos:
 
     def judge(self, file: Path, *, seed: int, steps: int, say: Callable[[str], None]) -> Judge:
         return _LatentJudge()
+
+
+def _identity(*parts: Any) -> int:
+    """A number of 32 bits that depends on the parts alone: a prompt's samples are the same wherever it stands."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4])
 
 
 class _LatentJudge:

@@ -1,7 +1,7 @@
 """Features of captions on disk: computed once by --mode=prepare, so that the text tower needs no memory in training.
 
-One safetensors file a distinct caption, named by its hash; an index says what made them. A caption of 512 tokens has
-103 MB in bfloat16, so they are read a batch at a time and never held together.
+One safetensors file a distinct caption, named by its hash; an index, there before the first of them, says what made
+them. A caption of 512 tokens has 103 MB in bfloat16, so they are read a batch at a time and never held together.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from ddrl_jax.data import files
 
 _INDEX = "index.json"
+_AGAIN = "remove it and run --mode=prepare"
 
 
 class TextCache:
@@ -30,26 +33,31 @@ class TextCache:
       fingerprint: what the features are a function of; those of another one are refused.
 
     Raises:
-      ValueError: the folder holds features that were made otherwise.
+      ValueError: the folder holds features that were made otherwise, or some without an index.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, length: int, dim: int, fingerprint: dict[str, Any]) -> None:
         self.folder, self.length, self.dim = Path(folder), length, dim
         self.fingerprint = {**fingerprint, "length": length, "dim": dim}
-        index = self.folder / _INDEX
-        if not index.is_file():
+        self._index = self.folder / _INDEX
+        if not self._index.is_file():
+            if any(self.folder.glob("*.safetensors")):
+                raise ValueError(f"text_encoder.where='cached': {self.folder} holds features and no {_INDEX}; {_AGAIN}")
             return
         try:
-            there = json.loads(index.read_text())
+            there = json.loads(self._index.read_text())
+            if not isinstance(there, dict):
+                raise ValueError("it is no JSON object")
         except ValueError as error:
             raise ValueError(
-                f"text_encoder.where='cached': {index} is damaged ({error}); remove {self.folder}"
+                f"text_encoder.where='cached': {self._index} is damaged ({error}); remove {self.folder} and run "
+                "--mode=prepare"
             ) from error
         for name, value in self.fingerprint.items():
             if there.get(name) != value:
                 raise ValueError(
                     f"text_encoder.where='cached': {self.folder} holds features whose {name} is {there.get(name)!r}, "
-                    f"not {value!r}; remove it and run --mode=prepare, or take another data.path"
+                    f"not {value!r}; {_AGAIN}, or take another data.path"
                 )
 
     def _file(self, caption: str) -> Path:
@@ -64,13 +72,12 @@ class TextCache:
         if features_SD.shape != (self.length, self.dim):
             raise ValueError(f"features are {features_SD.shape}, not {(self.length, self.dim)}")
         self.folder.mkdir(parents=True, exist_ok=True)
-        bits = np.ascontiguousarray(features_SD.astype(ml_dtypes.bfloat16)).view(np.uint16)
-        partial = self.folder / f".{os.getpid()}.partial"
-        save_file({"features": bits}, partial)
-        partial.replace(self._file(caption))
-        if not (self.folder / _INDEX).is_file():
-            (self.folder / ".index").write_text(json.dumps(self.fingerprint, indent=1))
-            (self.folder / ".index").replace(self.folder / _INDEX)
+        if not self._index.is_file():
+            with files.whole(self._index) as partial:
+                partial.write_text(json.dumps(self.fingerprint, indent=1))
+        bits = np.ascontiguousarray(features_SD.astype(ml_dtypes.bfloat16, copy=False)).view(np.uint16)
+        with files.whole(self._file(caption)) as partial:
+            save_file({"features": bits}, partial)
 
     def embed(self, captions: Sequence[str]) -> np.ndarray:
         """Captions -> bfloat16 (N, S, D).
@@ -82,13 +89,17 @@ class TextCache:
         for row, caption in zip(out, captions, strict=True):
             file = self._file(caption)
             try:
-                bits = load_file(file)["features"]
-                row[...] = bits.view(ml_dtypes.bfloat16)
+                with safe_open(file, "np") as tensors:
+                    found = tensors.get_slice("features")
+                    kind, shape = found.get_dtype(), tuple(found.get_shape())
+                    if (kind, shape) != ("U16", row.shape):
+                        raise ValueError(f"its features are {kind} {shape}, not U16 {row.shape}")
+                    row[...] = tensors.get_tensor("features").view(ml_dtypes.bfloat16)
             except FileNotFoundError:
                 raise ValueError(
                     f"text_encoder.where='cached': {self.folder} has no features of the caption {caption[:60]!r}; "
                     "run --mode=prepare with the same config"
                 ) from None
-            except (SafetensorError, KeyError, ValueError) as error:
-                raise ValueError(f"text_encoder.where='cached': {file} is damaged ({error}); remove it") from error
+            except (SafetensorError, OSError, ValueError) as error:
+                raise ValueError(f"text_encoder.where='cached': {file} is damaged ({error}); {_AGAIN}") from error
         return out

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,6 +23,8 @@ from pathlib import Path
 import av
 import numpy as np
 from PIL import Image, ImageOps
+
+from ddrl_jax.data import files
 
 PathLike = str | os.PathLike[str]
 
@@ -237,27 +238,21 @@ def write_mp4(path: PathLike, video: np.ndarray, fps: float) -> Path:
     rate = _rate(fps)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".partial")
-    os.close(handle)
-    try:
-        with av.open(partial, "w", format="mp4", options={"movflags": "+faststart"}) as container:
-            h264 = "libx264" in av.codecs_available
-            stream = container.add_stream("libx264" if h264 else "mpeg4", rate=rate)
-            stream.height, stream.width = even_THWC.shape[1:3]
-            stream.pix_fmt = "yuv420p"
-            stream.options = {"crf": "17"} if h264 else {"qscale": "2"}
-            context = stream.codec_context
-            context.colorspace = context.color_primaries = context.color_trc = _BT709
-            for picture_HWC in even_THWC:
-                frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture_HWC), format="rgb24")
-                container.mux(stream.encode(frame.reformat(format="yuv420p", dst_colorspace="ITU709")))
-            container.mux(stream.encode())
-        os.chmod(partial, 0o644)
-        os.replace(partial, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(partial)
-        raise
+    with (
+        files.whole(target) as partial,
+        av.open(str(partial), "w", format="mp4", options={"movflags": "+faststart"}) as container,
+    ):
+        h264 = "libx264" in av.codecs_available
+        stream = container.add_stream("libx264" if h264 else "mpeg4", rate=rate)
+        stream.height, stream.width = even_THWC.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        stream.options = {"crf": "17"} if h264 else {"qscale": "2"}
+        context = stream.codec_context
+        context.colorspace = context.color_primaries = context.color_trc = _BT709
+        for picture_HWC in even_THWC:
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture_HWC), format="rgb24")
+            container.mux(stream.encode(frame.reformat(format="yuv420p", dst_colorspace="ITU709")))
+        container.mux(stream.encode())
     return target
 
 

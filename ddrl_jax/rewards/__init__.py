@@ -4,7 +4,7 @@ Needs numpy, httpx and pydantic; knows neither torch nor jax.
 """
 
 from .client import RewardClient, Scores, Ticket
-from .environment import ConfigurationFault, check_environment, train_scorer
+from .environment import ConfigurationFault, check_environment, env_python, train_scorer
 from .mixing import gated, passes_gates, total_reward, weighted_names
 from .sidecar import Sidecar, launch
 from .text import SidecarText, TextUnavailable, embed_captions
@@ -19,6 +19,7 @@ __all__ = [
     "Ticket",
     "check_environment",
     "embed_captions",
+    "env_python",
     "gated",
     "launch",
     "passes_gates",

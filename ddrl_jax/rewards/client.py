@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ddrl_jax.rewards")
 
-_REQUEST_BYTES = 256 << 20  # of the array, before it is narrowed for the wire
+_REQUEST_BYTES = 128 << 20  # of the array, before it is narrowed for the wire
+_ANSWER_BYTES = 64 << 20
 
 
 class _Retryable(Exception):
@@ -156,6 +157,15 @@ class RewardClient:
     @property
     def url(self) -> str:
         return self._sidecar.url if self._sidecar is not None else self._url
+
+    @property
+    def token(self) -> str:
+        return self._sidecar.token if self._sidecar is not None else self._token
+
+    @property
+    def sidecar(self) -> Sidecar | None:
+        """The server as launched; None: it was started elsewhere."""
+        return self._sidecar
 
     def close(self) -> None:
         self._http.close()
@@ -343,13 +353,11 @@ class RewardClient:
     def _post(self, path: str, timeout: float, **request: Any) -> httpx.Response:
         if timeout <= 0:
             raise _Retryable("no time left")
-        if self._sidecar is not None:
-            self._token = self._sidecar.token
         headers: dict[str, Any] = request.pop("headers", {})
-        if self._token:
-            headers = {**headers, "Authorization": f"Bearer {self._token}".encode()}
+        if self.token:
+            headers = {**headers, "Authorization": f"Bearer {self.token}".encode()}
         try:
-            answer = self._send(self.url + path, timeout, headers, request)
+            answer = exchange(self._http, self.url + path, timeout, _ANSWER_BYTES, headers=headers, **request)
         except httpx.TimeoutException as error:
             raise _Retryable(f"no answer within {timeout:.2g} s ({type(error).__name__})") from None
         except (httpx.HTTPError, OSError) as error:
@@ -362,23 +370,22 @@ class RewardClient:
             raise _Retryable(f"server error: {answer.status_code} {_message(answer)}")
         return answer
 
-    def _send(self, url: str, timeout: float, headers: dict[str, Any], request: dict[str, Any]) -> httpx.Response:
-        """One HTTP exchange. httpx bounds each read; this bounds the whole: a server that drips bytes is hanging."""
-        end, limit = time.monotonic() + timeout, 64 << 20
-        with self._http.stream("POST", url, timeout=timeout, headers=headers, **request) as answer:
-            content = bytearray()
-            for chunk in answer.iter_bytes():
-                content += chunk
-                if time.monotonic() > end:
-                    raise httpx.ReadTimeout(f"the answer took longer than {timeout:.3g} s")
-                if len(content) > limit:
-                    raise httpx.DecodingError(f"an answer of more than {limit} bytes")
-        return httpx.Response(answer.status_code, headers=_plain(answer), content=bytes(content))
 
-
-def _plain(answer: httpx.Response) -> dict[str, str]:
-    """The one header that matters here; the encoding is undone already."""
-    return {"retry-after": answer.headers["retry-after"]} if "retry-after" in answer.headers else {}
+def exchange(http: httpx.Client, url: str, timeout: float, most: int, **request: Any) -> httpx.Response:
+    """One POST. httpx bounds each read, this bounds the whole: a server that drips bytes is hanging, and one whose
+    answer is larger than `most` bytes is no reward server. Raises httpx.HTTPError."""
+    end = time.monotonic() + timeout
+    with http.stream("POST", url, timeout=timeout, **request) as answer:
+        content = bytearray()
+        for chunk in answer.iter_bytes():
+            content += chunk
+            if time.monotonic() > end:
+                raise httpx.ReadTimeout(f"the answer took longer than {timeout:.3g} s")
+            if len(content) > most:
+                raise httpx.DecodingError(f"an answer of more than {most} bytes")
+    # The headers that matter here; the encoding is undone already.
+    kept = {k: answer.headers[k] for k in ("retry-after", protocol.DTYPE_HEADER) if k in answer.headers}
+    return httpx.Response(answer.status_code, headers=kept, content=bytes(content))
 
 
 def _retry_after(answer: httpx.Response) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,13 +22,16 @@ import numpy as np
 from ddrl_jax.sidecar import protocol
 from ddrl_jax.sidecar.protocol import one_line
 
+from .client import RewardClient, exchange
 from .environment import ConfigurationFault
 
 if TYPE_CHECKING:
-    from .client import RewardClient
     from .sidecar import Sidecar
 
 log = logging.getLogger("ddrl_jax.rewards")
+
+_HEADER_BYTES = 4096  # of what np.save writes before the numbers: 128, as a rule
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class TextUnavailable(RuntimeError):
@@ -45,6 +49,8 @@ def embed_captions(
     *,
     timeout_s: float = 600.0,
     retries: int = 3,
+    limit: int = 1 << 30,
+    shape: tuple[int, int] | None = None,
     sidecar: Sidecar | None = None,
 ) -> np.ndarray:
     """The features of captions, from a server with a text encoder. Equal captions are asked for once, one a request.
@@ -54,6 +60,8 @@ def embed_captions(
       captions: N of them, at least one.
       timeout_s: most seconds for one request.
       retries: attempts after the first, for faults that may pass.
+      limit: most bytes of one answer; what is larger is not read to its end.
+      shape: (S, C) that they must have; None: whatever the first has.
       sidecar: the server as launched, which knows its url and token better and is relaunched when it has died.
 
     Returns:
@@ -74,21 +82,29 @@ def embed_captions(
     local = parts.hostname in ("127.0.0.1", "localhost", "::1")
     with httpx.Client(trust_env=not local) as http:
         for caption in dict.fromkeys(captions):
-            one_SC = _patiently(http, url, token, caption, timeout_s, retries, sidecar)
-            if out is None:
-                out = np.empty((len(captions), *one_SC.shape), one_SC.dtype)
-            if out.shape[1:] != one_SC.shape or out.dtype != one_SC.dtype:
+            one_SC = _patiently(http, url, token, caption, timeout_s, retries, limit, sidecar)
+            if (shape or one_SC.shape) != one_SC.shape or (out is not None and out.dtype != one_SC.dtype):
+                was = f"{shape}" if out is None else f"{shape} {out.dtype}"
                 raise TextUnavailable(
-                    f"text: {url} gave {one_SC.shape} {one_SC.dtype} after {out.shape[1:]} {out.dtype}: it was "
-                    "restarted with other settings"
+                    f"text: {url} gave {one_SC.shape} {one_SC.dtype}, not {was}: it was restarted with other settings"
                 )
+            if out is None:
+                shape = one_SC.shape
+                out = np.empty((len(captions), *shape), one_SC.dtype)
             out[[i for i, other in enumerate(captions) if other == caption]] = one_SC
     assert out is not None
     return out
 
 
 def _patiently(
-    http: httpx.Client, url: str, token: str, caption: str, timeout_s: float, retries: int, sidecar: Sidecar | None
+    http: httpx.Client,
+    url: str,
+    token: str,
+    caption: str,
+    timeout_s: float,
+    retries: int,
+    limit: int,
+    sidecar: Sidecar | None,
 ) -> np.ndarray:
     reason = ""
     for attempt in range(retries + 1):
@@ -96,7 +112,7 @@ def _patiently(
         if sidecar is not None:
             url, token, generation = sidecar.url, sidecar.token, sidecar.generation
         try:
-            return _once(http, url, token, caption, timeout_s)
+            return _once(http, url, token, caption, timeout_s, limit)
         except _Retryable as error:
             reason = one_line(error)
         # A process that has just dropped our connection may take a moment to be seen as dead.
@@ -109,12 +125,12 @@ def _patiently(
     raise TextUnavailable(f"text: {url} gave no features in {retries + 1} attempts: {reason}")
 
 
-def _once(http: httpx.Client, url: str, token: str, caption: str, timeout_s: float) -> np.ndarray:
+def _once(http: httpx.Client, url: str, token: str, caption: str, timeout_s: float, limit: int) -> np.ndarray:
     """One request, one caption: (S, C)."""
     headers: dict[bytes, bytes] = {b"Authorization": f"Bearer {token}".encode()} if token else {}
     try:
-        answer = http.post(
-            url.rstrip("/") + protocol.TEXT, json={"captions": [caption]}, headers=headers, timeout=timeout_s
+        answer = exchange(
+            http, url.rstrip("/") + protocol.TEXT, timeout_s, limit, json={"captions": [caption]}, headers=headers
         )
     except httpx.TimeoutException as error:
         raise _Retryable(f"no answer within {timeout_s:g} s ({type(error).__name__})") from None
@@ -131,21 +147,31 @@ def _once(http: httpx.Client, url: str, token: str, caption: str, timeout_s: flo
             f"text: {url} refuses a caption of {len(caption)} characters: {answer.status_code} "
             f"{one_line(answer.text, 200)}"
         )
-    try:
-        features = np.load(io.BytesIO(answer.content), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise _Retryable(f"garbage instead of features: {error}") from None
-    dtype = answer.headers.get(protocol.DTYPE_HEADER, "")
-    if not isinstance(features, np.ndarray):
-        raise _Retryable("an archive instead of features")
-    if features.ndim != 3 or len(features) != 1 or features.dtype != {"bfloat16": "uint16"}.get(dtype, dtype):
-        raise _Retryable(f"features of {features.shape} {features.dtype} said to be {dtype!r} for one caption")
-    features = features.view(ml_dtypes.bfloat16) if dtype == "bfloat16" else features
+    features = _parse(answer.content, answer.headers.get(protocol.DTYPE_HEADER, ""))
     if not np.isfinite(features.astype(np.float32)).all():
         raise TextUnavailable(
             f"text: {url} gave features that are not finite; its weights are damaged, or of another dtype"
         )
-    return features[0]
+    return features
+
+
+def _parse(content: bytes, dtype: str) -> np.ndarray:
+    """np.save's bytes of one caption's features -> (S, C), a view. What the header claims is checked before use."""
+    stream = io.BytesIO(content[: 1 << 17])
+    try:
+        if (version := np.lib.format.read_magic(stream)) != (1, 0):
+            raise ValueError(f"format version {version}")
+        shape, fortran, kind = np.lib.format.read_array_header_1_0(stream)
+    except (ValueError, EOFError, OverflowError, MemoryError, RecursionError, TypeError) as error:
+        raise _Retryable(f"garbage instead of features: {error}") from None
+    if dtype not in _ITEM_BYTES or kind != {"bfloat16": "uint16"}.get(dtype, dtype) or fortran:
+        raise _Retryable(f"features of {shape} {kind} said to be {dtype!r}")
+    if len(shape) != 3 or shape[0] != 1 or min(shape) < 1:
+        raise _Retryable(f"features of {shape} {kind} for one caption")
+    if (have := len(content) - stream.tell()) != (need := math.prod(shape) * kind.itemsize):
+        raise _Retryable(f"{have} bytes of features where {shape} {kind} needs {need}")
+    numbers = np.frombuffer(content, ml_dtypes.bfloat16 if dtype == "bfloat16" else kind, offset=stream.tell())
+    return numbers.reshape(shape[1:])
 
 
 class SidecarText:
@@ -153,19 +179,21 @@ class SidecarText:
 
     Args:
       length, dim: S and C that the network is made for.
+      timeout_s: most seconds for one caption.
 
     `connect` comes before `embed`.
     """
 
-    def __init__(self, *, length: int, dim: int):
-        self.length, self.dim = length, dim
+    def __init__(self, *, length: int, dim: int, timeout_s: float = 600.0):
+        self.length, self.dim, self.timeout_s = length, dim, timeout_s
         self._client: RewardClient | None = None
+        self._limit = 0
 
     def connect(self, client: RewardClient) -> None:
         """Takes the server that `client` asks for rewards.
 
         Raises:
-          ConfigurationFault: it has no text encoder, or one with another length or width.
+          ConfigurationFault: it has no text encoder, or one with another length, width or dtype.
         """
         has = client.health().get("text_encoder")
         if not isinstance(has, dict):
@@ -177,6 +205,12 @@ class SidecarText:
                 raise ConfigurationFault(
                     f"text.{field}={wanted}: the text encoder of {client.url} has {has.get(field)}"
                 )
+        if (dtype := str(has.get("dtype"))) not in _ITEM_BYTES:
+            raise ConfigurationFault(
+                f"text_encoder.where='sidecar': the text encoder of {client.url} computes in {dtype}; "
+                f"one of {', '.join(_ITEM_BYTES)} is needed"
+            )
+        self._limit = self.length * self.dim * _ITEM_BYTES[dtype] + _HEADER_BYTES
         self._client = client
 
     def embed(self, captions: Sequence[str]) -> np.ndarray:
@@ -184,4 +218,12 @@ class SidecarText:
         client = self._client
         if client is None:
             raise ValueError("the sidecar's text encoder is asked before `connect`")
-        return embed_captions(client.url, client._token, captions, sidecar=client._sidecar)
+        return embed_captions(
+            client.url,
+            client.token,
+            captions,
+            timeout_s=self.timeout_s,
+            limit=self._limit,
+            shape=(self.length, self.dim),
+            sidecar=client.sidecar,
+        )

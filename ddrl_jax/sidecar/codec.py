@@ -14,8 +14,8 @@ class Codec(Protocol):
     """What makes video of latents."""
 
     def decode(self, latents_BCTHW: np.ndarray) -> np.ndarray:
-        """Latents (B, C, t, h, w) -> video (B, 3 or 1, T, H, W), float32, not clipped; ValueError if they do not fit.
-        The same latents give the same video whatever else is in the batch."""
+        """Latents (B, C, t, h, w) -> video (B, 3 or 1, T, H, W), a new float32 array, not clipped; ValueError if they
+        do not fit. The same latents give the same video whatever else is in the batch."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,11 @@ def _wan(text: str, device: str, path: str = "", dtype: str = "float32", tile: i
 def to_video(array: np.ndarray, media_type: str, codec: Codec) -> np.ndarray:
     """Any media type -> float32 (B, C, T, H, W) in [-1, 1] (latents are clipped: scorers only know pictures)."""
     if media_type == "latent":
-        return np.clip(codec.decode(array), -1.0, 1.0)
+        video = codec.decode(array)
+        return np.clip(video, -1.0, 1.0, out=video)
     if media_type == "image":
         array = array.transpose(0, 3, 1, 2)[:, :, None]
-    return np.ascontiguousarray(array, np.float32) / np.float32(127.5) - np.float32(1.0)
+    video = np.array(array, np.float32, order="C")
+    video /= np.float32(127.5)
+    video -= np.float32(1.0)
+    return video

@@ -1,4 +1,5 @@
 """Torch files <-> safetensors, tensor by tensor: `python -m ddrl_jax.sidecar convert`, or this file as a script.
+What the sidecar's networks read their files with, too.
 
 The trainer runs it in an environment with torch, which it has not itself. Torch and numpy only, nothing of the package:
 as a script it needs no installed copy of it. A torch file is read with the weights-only unpickler, which makes tensors
@@ -12,10 +13,11 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import struct
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -39,6 +41,7 @@ _DTYPES = {
 }
 # In the header of what is made here, beside which file it is of: another one when the same file gives other bytes.
 _VERSION = "1"
+_MAX_HEADER = 100_000_000  # bytes, as in the safetensors package
 _PROGRESS_BYTES = 2 << 30
 
 
@@ -62,6 +65,10 @@ def convert(args: argparse.Namespace) -> None:
         to_torch(Path(args.to_torch), Path(args.out))
 
 
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
 def to_safetensors(file: Path, out: Path) -> None:
     """The tensors of a state dict, bare or under "model" beside other things of a run.
 
@@ -70,7 +77,7 @@ def to_safetensors(file: Path, out: Path) -> None:
     """
     import torch
 
-    tensors = _load(file)
+    tensors = read_torch(file)
     kinds = {getattr(torch, name): kind for kind, (name, _) in _DTYPES.items()}
     stat = file.stat()
     source = {"size": str(stat.st_size), "mtime_ns": str(stat.st_mtime_ns), "version": _VERSION}
@@ -99,7 +106,9 @@ def to_safetensors(file: Path, out: Path) -> None:
             done += data.size
 
 
-def _load(file: Path) -> dict[str, torch.Tensor]:
+def read_torch(file: Path, say: Callable[[str], None] = _print) -> dict[str, torch.Tensor]:
+    """The tensors of a state dict, bare or under "model", mapped where the file allows it; `say` is told what is left
+    out. Raises ValueError, in one line, and OSError."""
     import torch
 
     try:
@@ -113,16 +122,16 @@ def _load(file: Path) -> dict[str, torch.Tensor]:
     if isinstance(state, Mapping) and isinstance(state.get("model"), Mapping):
         for name in state:
             if name != "model":
-                print(f"{file.name}: left out: {name}, beside the model", flush=True)
+                say(f"{file.name}: left out: {name}, beside the model")
         state = state["model"]
     if not isinstance(state, Mapping):
         raise ValueError(f"{file} does not hold a dict of tensors but a {type(state).__name__}")
     tensors = {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor) or not isinstance(name, str):
-            print(f"{file.name}: left out: {name}, a {type(value).__name__}", flush=True)
+            say(f"{file.name}: left out: {name}, a {type(value).__name__}")
         elif name.endswith("_extra_state"):
-            print(f"{file.name}: left out: {name}", flush=True)
+            say(f"{file.name}: left out: {name}")
         else:
             tensors[name] = value
     if not tensors:
@@ -149,22 +158,53 @@ def _map(file: Path) -> dict[str, torch.Tensor]:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > size - 8:
                 raise ValueError("its header is longer than the file")
+            if length > _MAX_HEADER:
+                raise ValueError(f"its header has {length} bytes; at most {_MAX_HEADER} are read")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
+        unknown = [(name, entry["dtype"]) for name, entry in header.items() if entry["dtype"] not in _DTYPES]
         # Copy on write, because torch has no read-only tensors; nothing writes.
         data = np.memmap(file, np.uint8, "c", offset=8 + length) if size > 8 + length else np.empty(0, np.uint8)
         tensors = {}
-        for name, entry in header.items():
+        for name, entry in header.items() if not unknown else ():
             begin, end = entry["data_offsets"]
-            if end > data.size:
+            if not 0 <= begin <= end <= data.size:
                 raise ValueError(f"{name} ends behind the end of the file")
+            if min(entry["shape"], default=0) < 0:
+                raise ValueError(f"{name} has the shape {entry['shape']}")
             kind, same_size = _DTYPES[entry["dtype"]]
             # Each its own storage: one for all would be saved whole, header and all, and handed out with every tensor.
             tensor = torch.from_numpy(np.asarray(data[begin:end]).view(same_size).reshape(entry["shape"]))
             tensors[name] = tensor.view(getattr(torch, kind))
-        return tensors
-    except (struct.error, KeyError, TypeError, AttributeError, ValueError) as error:
+    except (struct.error, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
+    for name, dtype in unknown:
+        raise ValueError(f"{file}: {name} is a tensor of {dtype}; {', '.join(_DTYPES)} can be read")
+    return tensors
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """A folder's one .safetensors file, or the shards that its index names. Raises ValueError, in one line."""
+    indices, files = sorted(folder.glob("*.safetensors.index.json")), sorted(folder.glob("*.safetensors"))
+    if len(indices) == 1:
+        try:
+            names = sorted(set(json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"].values()))
+            odd = [name for name in names if name in ("", ".", "..") or re.search(r"[/\\\0]", name)]
+            if not names:
+                raise ValueError("it is empty")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{indices[0]} is not an index of safetensors shards: no weight_map") from error
+        if odd:
+            raise ValueError(f"{indices[0]} names {odd[0]!r}, which is no file of its folder: a plain name is needed")
+        if absent := [name for name in names if not (folder / name).is_file()]:
+            raise ValueError(f"{indices[0]} names files that are not there: {', '.join(absent)}")
+        return [folder / name for name in names]
+    if len(indices) > 1 or len(files) != 1:
+        raise ValueError(
+            f"{folder} holds {len(files)} .safetensors files and {len(indices)} indices; one file or one index is "
+            "needed"
+        )
+    return files
 
 
 @contextlib.contextmanager

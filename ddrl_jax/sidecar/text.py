@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .convert import weight_files
 from .worker import QueueFullError
 
 _SYSTEM = "You are a helpful assistant who will provide prompts to an image generator."
@@ -101,25 +102,6 @@ def _json_object(file: Path) -> dict[str, Any]:
     return given
 
 
-def _files(folder: Path) -> list[Path]:
-    """The folder's one .safetensors file, or the shards that its index names."""
-    indices, files = sorted(folder.glob("*.safetensors.index.json")), sorted(folder.glob("*.safetensors"))
-    if len(indices) == 1:
-        names = _json_object(indices[0]).get("weight_map")
-        if not isinstance(names, dict) or not names:
-            raise ValueError(f"text-encoder: {indices[0]} is not an index of safetensors shards: no weight_map")
-        files = [folder / name for name in sorted(set(map(str, names.values())))]
-        if absent := [file.name for file in files if not file.is_file()]:
-            raise ValueError(f"text-encoder: {indices[0]} names files that are not there: {', '.join(absent)}")
-        return files
-    if len(indices) > 1 or len(files) != 1:
-        raise ValueError(
-            f"text-encoder: {folder} holds {len(files)} .safetensors files and {len(indices)} indices; one file or one "
-            "index is needed"
-        )
-    return files
-
-
 def load_tower(folder: Path, dtype: torch.dtype, device: str) -> Any:
     """transformers' text tower with the folder's weights, in any of their three namings, moved tensor by tensor.
 
@@ -169,7 +151,11 @@ def load_tower(folder: Path, dtype: torch.dtype, device: str) -> Any:
     tower.rotary_emb = type(tower.rotary_emb)(settings).to(device)
 
     found: dict[str, torch.Tensor] = {}
-    for file in _files(folder):
+    try:
+        files = weight_files(folder)
+    except ValueError as error:
+        raise ValueError(f"text-encoder: {error}") from error
+    for file in files:
         try:
             with safe_open(file, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (no dict)

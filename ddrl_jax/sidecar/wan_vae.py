@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import json
-import pickle
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +22,10 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import nn
+
+from .convert import read_torch, weight_files
+
+log = logging.getLogger("ddrl_jax.sidecar")
 
 # Per-channel statistics of the published autoencoder's latents (`specs/cosmos.md` section 5).
 LATENTS_MEAN = (
@@ -365,10 +369,8 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
     """A file's tensors, a folder's one file's, or those of shards with an index; without the encoder's."""
     files = [path]
     if path.is_dir():
-        files, indices = sorted(path.glob("*.safetensors")), list(path.glob("*.safetensors.index.json"))
-        files = files or sorted(path.glob("*.pth"))
-        if not files or (len(files) > 1 and len(indices) != 1):
-            raise ValueError(f"{path} holds {len(files)} files of weights; one, or shards with their index, are needed")
+        torch_files = sorted(path.glob("*.pth"))
+        files = torch_files if len(torch_files) == 1 and not any(path.glob("*.safetensors*")) else weight_files(path)
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         tensors |= _read_safetensors(file) if file.suffix == ".safetensors" else _read_torch(file)
@@ -388,9 +390,7 @@ def _read_torch(file: Path) -> dict[str, torch.Tensor]:
     if not file.is_file():
         raise ValueError(f"{file} does not exist; a .pth or .safetensors file, or a folder with one, is needed")
     try:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{file} is not a torch file of plain tensors: {str(error).splitlines()[0]}") from error
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise ValueError(f"{file} does not hold a dict of tensors")
+        state = read_torch(file, log.info)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
     return {name: value for name, value in state.items() if not name.startswith(_ENCODER)}

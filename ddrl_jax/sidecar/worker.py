@@ -1,4 +1,5 @@
-"""The queue and its one worker thread: decode once a request, then every scorer asked for. Knows nothing of HTTP."""
+"""The queue and its one worker thread: a request is decoded once, piece by piece, and every scorer asked for sees each
+piece. Knows nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -18,6 +19,9 @@ from .codec import Codec, to_video
 from .protocol import EnqueueHeader, Limits, one_line
 
 log = logging.getLogger("ddrl_jax.sidecar")
+
+# Of decoded video at a time, one clip of 93 frames of 720p; a scorer's batch is a copy of as much again.
+_PIECE_BYTES = 1 << 30
 
 
 class QueueFullError(Exception):
@@ -56,14 +60,22 @@ def score_in_fixed_batches(scorer: Any, video_BCTHW: np.ndarray, prompts: list[s
         live = min(size, total - start)
         if not isinstance(part, dict) or not part:
             raise ValueError(f"it returned {type(part).__name__}, not a dict of scores")
-        if start and set(part) != set(scores):
-            raise ValueError(f"it named its scores {sorted(part)} here and {sorted(scores)} before")
+        columns = {}
         for name, values in part.items():
             values = values.tolist() if hasattr(values, "tolist") else values
             if not isinstance(values, list | tuple) or len(values) != size:
                 raise ValueError(f"{name}: {size} numbers are needed, it returned {values!r:.80}")
-            scores.setdefault(str(name), []).extend(float(v) for v in values[:live])
+            columns[str(name)] = [float(v) for v in values[:live]]
+        _extend(scores, columns)
     return scores
+
+
+def _extend(scores: dict[str, list[float]], part: dict[str, list[float]]) -> None:
+    """Adds the scores of the samples that follow. Raises ValueError where they are named otherwise."""
+    if scores and set(part) != set(scores):
+        raise ValueError(f"it named its scores {sorted(part)} here and {sorted(scores)} before")
+    for name, values in part.items():
+        scores.setdefault(name, []).extend(values)
 
 
 class Worker:
@@ -171,34 +183,48 @@ class Worker:
             "min": f"{array.min():.3f}",
             "max": f"{array.max():.3f}",
         }
-        video = to_video(array, header.media_type, self.codec)
-        decoded = time.perf_counter() - began
-        for name in header.reward_fn:
+        decoded, seconds = time.perf_counter() - began, dict.fromkeys(header.reward_fn, 0.0)
+        columns: dict[str, dict[str, list[float]]] = {name: {} for name in header.reward_fn}
+        # Whole batches of every scorer, so that none is filled up before the end.
+        unit = math.lcm(*(int(self.scorers[name].batch_size) for name in header.reward_fn))
+        total, start, end = len(header.prompts), 0, unit
+        while start < total and len(task.errors) < len(columns):
             began = time.perf_counter()
-            try:
-                values = score_in_fixed_batches(self.scorers[name], video, header.prompts)
-            except Exception as error:
-                # Prompts may be in the text: it goes back to whoever sent them, not into the log.
-                text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-                task.errors[name] = one_line(f"scorer {name}: {text}")
-                log.warning("request %s: scorer %s failed (%s)", task.uuid, name, type(error).__name__)
-                continue
-            seconds = time.perf_counter() - began
-            task.answers[name] = {
-                # JSON knows no NaN: null is a sample that could not be scored.
-                "scores": {
-                    f"{name}/{key}": [v if math.isfinite(v) else None for v in column] for key, column in values.items()
-                },
-                "input_info": input_info,
-                "duration": f"{seconds:.4f}",
-                "decoded_duration": f"{decoded:.4f}",
-                "type": name,
-            }
-            log.info(
-                "request %s: %s scored %d samples in %.3f s (decoded in %.3f s)",
-                task.uuid,
-                name,
-                len(header.prompts),
-                seconds,
-                decoded,
-            )
+            video = to_video(array[start:end], header.media_type, self.codec)
+            decoded += time.perf_counter() - began
+            for name in [n for n in columns if n not in task.errors]:
+                began = time.perf_counter()
+                try:
+                    part = score_in_fixed_batches(self.scorers[name], video, header.prompts[start:end])
+                    _extend(columns[name], part)
+                except Exception as error:
+                    # Prompts may be in the text: it goes back to whoever sent them, not into the log.
+                    text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+                    task.errors[name] = one_line(f"scorer {name}: {text}")
+                    log.warning("request %s: scorer %s failed (%s)", task.uuid, name, type(error).__name__)
+                    continue
+                seconds[name] += time.perf_counter() - began
+                if end < total:
+                    continue
+                task.answers[name] = {
+                    # JSON knows no NaN: null is a sample that could not be scored.
+                    "scores": {
+                        f"{name}/{key}": [v if math.isfinite(v) else None for v in column]
+                        for key, column in columns[name].items()
+                    },
+                    "input_info": input_info,
+                    "duration": f"{seconds[name]:.4f}",
+                    "decoded_duration": f"{decoded:.4f}",
+                    "type": name,
+                }
+                log.info(
+                    "request %s: %s scored %d samples in %.3f s (decoded in %.3f s)",
+                    task.uuid,
+                    name,
+                    total,
+                    seconds[name],
+                    decoded,
+                )
+            batch_bytes = video.nbytes // len(video) * unit
+            start, end = end, end + unit * max(1, _PIECE_BYTES // batch_bytes)
+            del video  # before the next piece is decoded

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Brightness:
-    batch_size = 16
+    batch_size = 1
 
     def load(self, weights: str | None, device: str) -> None:
         """Has no weights."""
