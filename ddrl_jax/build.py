@@ -6,13 +6,12 @@ is made by the library it belongs to; this module adds no behaviour.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fcntl
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
@@ -26,11 +25,10 @@ from ml_collections import ConfigDict
 from ddrl_jax import rewards, state
 from ddrl_jax.checkpoint import load_pretrained, torch_files
 from ddrl_jax.config import PROCESS_FIELDS, RATIO_OBJECTIVES, ConfigError, get
-from ddrl_jax.data import digits, source
+from ddrl_jax.data import source
 from ddrl_jax.data.text_cache import TextCache
 from ddrl_jax.diffusion.guidance import Denoiser, guided
 from ddrl_jax.diffusion.process import DanceSDE, EDMChurn, FlowCPS, FlowSDE
-from ddrl_jax.logbook import Logbook
 from ddrl_jax.models.cosmos_dit import CosmosDiT, CosmosDiTConfig
 from ddrl_jax.models.denoiser import CosmosDenoiser, cosmos_denoiser
 from ddrl_jax.models.lora import init_lora, merge_lora
@@ -43,7 +41,6 @@ from ddrl_jax.rl.objective import Objective, dance_grpo, ddrl, flow_grpo
 
 PROCESSES = {"edm_churn": EDMChurn, "flow_sde": FlowSDE, "dance_sde": DanceSDE, "flow_cps": FlowCPS}
 AnyProcess = EDMChurn | FlowSDE | DanceSDE | FlowCPS
-SCORER_CLIPS = 12_000
 _LORA = 2000  # its stream of random numbers, apart from the trainer's, which count from 0
 PRESETS: dict[str, Callable[..., Objective]] = {
     "ddrl": ddrl,
@@ -502,150 +499,3 @@ def to_global(mesh: Mesh, local: np.ndarray) -> jax.Array:
     cut = len(local) * jax.process_count() % mesh_lib.batch_shards(mesh) == 0
     sharding = mesh_lib.batch_sharding(mesh) if cut else mesh_lib.replicated(mesh)
     return jax.make_array_from_process_local_data(sharding, local)
-
-
-def scorer_weights(config: ConfigDict, workdir: Path, book: Logbook) -> Path:
-    """The folder the sidecar's scorers load from; the digits scorer's weights are trained into it, once per workdir.
-
-    The sidecar knows nothing of our data: it reads clips of the "scorer" scans from a file.
-    """
-    folder = workdir / "scorer"
-    if "digits" not in config.reward.scorers or (folder / "digits.json").exists():
-        return folder
-    shape = {"frames": config.data.frames, "size": config.data.size}
-    clips = digits.write_clips(workdir / "clips", "scorer", SCORER_CLIPS, seed=config.eval.seed, **shape)
-    title = f"scorer: training on {SCORER_CLIPS} clips of its own scans"
-    with book.working(title), book.progress(title, 0) as advance:
-        rewards.train_scorer(
-            "digits",
-            env=config.reward.env,
-            data=clips,
-            out=folder,
-            log_path=workdir / "sidecar.log",
-            progress=lambda done, total: advance(done=done, total=total),
-        )
-    return folder
-
-
-@contextlib.contextmanager
-def open_rewards(
-    config: ConfigDict, text: Text | None, workdir: Path, book: Logbook, probe: dict[str, Any]
-) -> Iterator[rewards.RewardClient]:
-    """The reward client, with a sidecar launched beside it where the config says so; both end with the block. `text`
-    that the sidecar embeds (text_encoder.where) is embedded by this one. `probe`: a clip to try the scorers on, its
-    latent and its caption.
-
-    Raises `ConfigError` for what the user has to change: no environment, no torch in it, port taken, wrong token.
-    """
-    reward = config.reward
-    options: dict[str, Any] = {k: reward[k] for k in ("timeout_s", "retries", "fps", "wire")}
-    options["gates"] = tuple(reward.gates)
-    try:
-        with contextlib.ExitStack() as stack:
-            if reward.launch:
-                rewards.check_environment(reward.env, reward.scorers)
-                sidecar = stack.enter_context(
-                    rewards.launch(
-                        env=reward.env,
-                        scorers=reward.scorers,
-                        weights_dir=weights if (weights := scorer_weights(config, workdir, book)).is_dir() else "",
-                        codec=sidecar_codec(config),
-                        device=reward.device,
-                        threads=reward.threads,
-                        port=reward.port,
-                        **sidecar_text(config),
-                        log_path=workdir / "sidecar.log",
-                    )
-                )
-                client = sidecar.client(reward.weights.to_dict(), **options)
-            else:
-                token = os.environ.get(reward.token_env, "")
-                client = rewards.RewardClient(reward.url, token, reward.weights.to_dict(), **options)
-            stack.callback(client.close)
-            client.with_judges().ping()
-            if isinstance(text, rewards.SidecarText):
-                text.connect(client)
-            _try_rewards(client.with_judges(), probe)
-            book.say(f"rewards: the sidecar at {client.url} answers")
-            if "brightness" in config.reward.scorers:
-                book.say("rewards: brightness is a stand-in that rewards bright pictures; name scorers of your own")
-            yield client
-    except rewards.ConfigurationFault as error:
-        raise ConfigError(str(error)) from error
-
-
-def check_sidecar(config: ConfigDict) -> None:
-    """Raises ConfigError when the environment of a launched sidecar is not there. Starts nothing."""
-    try:
-        rewards.check_environment(config.reward.env, config.reward.scorers)
-    except rewards.ConfigurationFault as error:
-        raise ConfigError(f"config.{error}") from error
-
-
-def sidecar_codec(config: ConfigDict) -> str:
-    """How a launched sidecar makes video of latents (`serve --codec`)."""
-    codec = config.codec
-    if codec.name == "unshuffle":
-        return f"unshuffle:factor={codec.factor},mean={codec.mean},std={codec.std}"
-    return f"wan:dtype={codec.dtype},tile={codec.tile},path={Path(codec.path).absolute()}"
-
-
-def sidecar_text(config: ConfigDict) -> dict[str, Any]:
-    """What `rewards.launch` needs to have the sidecar embed captions."""
-    text = config.text_encoder
-    if text.where != "sidecar":
-        return {}
-    return {
-        "text_encoder": str(Path(text.path).absolute()),
-        "text_tokenizer": str(Path(text.tokenizer or text.path).absolute()),
-        "text_length": config.text.length,
-        "text_strategy": text.strategy,
-        "text_dtype": text.dtype,
-    }
-
-
-def probe(config: ConfigDict, setup: Setup) -> dict[str, Any]:
-    """A held-out clip to try the scorers on: its latent and its caption."""
-    clip = data_set(config).heldout_clips(1)
-    return {"latent": setup.latents(clip), "caption": clip["caption"]}
-
-
-def _try_rewards(client: rewards.RewardClient, probe: dict[str, Any]) -> None:
-    """One clip's latent through the scorers, before anything is trained: weights that name no score, and scorers
-    that fail on our clips, are found now. Raises ConfigurationFault."""
-    scores = client.submit(probe["latent"], probe["caption"]).result()
-    if not scores.valid.all():
-        raise rewards.ConfigurationFault(
-            f"reward.weights, reward.gates, reward.scorers: a real clip got no reward: {scores.reason}"
-        )
-
-
-def total_reward(scores: rewards.Scores, config: ConfigDict) -> tuple[np.ndarray, np.ndarray]:
-    """(reward (B,) float32, valid (B,)) of a batch: the weighted sum; all invalid where nothing came back."""
-    if not scores.scores:
-        return np.full(len(scores.valid), np.nan, np.float32), scores.valid
-    return rewards.total_reward(scores.scores, config.reward.weights.to_dict())
-
-
-def training_rewards(
-    scores: rewards.Scores, config: ConfigDict
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, float]]:
-    """What advantages are made of: rewards (R, B) and their weights (R,) float32, valid (B,), metrics.
-
-    One row with reward.mix "sum", one a weighted sub-score with "normalised"; after the gates: a sample that fails one
-    counts as its group's worst.
-    """
-    total, valid = total_reward(scores, config)
-    rows, weights = total[None], np.ones(1, np.float32)
-    if config.reward.mix == "normalised":
-        given = config.reward.weights.to_dict()
-        names = rewards.weighted_names(given, scores.scores) if scores.scores else {n: w for n, w in given.items() if w}
-        weights = np.array(list(names.values()), np.float32)
-        rows = np.stack([scores.scores.get(n, np.full(len(valid), np.nan)) for n in names])
-    metrics: dict[str, float] = {}
-    if config.reward.gates and scores.scores:
-        passed, known = rewards.passes_gates(scores.scores, config.reward.gates.to_dict())
-        valid = valid & known
-        rows = rewards.gated(rows, passed, valid, config.rollout.group_size)
-        metrics["gate_rate"] = float(passed[valid].mean()) if valid.any() else float("nan")
-    return np.asarray(rows, np.float32), weights, valid, metrics

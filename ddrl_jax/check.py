@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from ddrl_jax import build, state
+from ddrl_jax import build, scoring, state
 from ddrl_jax.config import ConfigError, check_same_run
 from ddrl_jax.data import latent_cache, source
 from ddrl_jax.data.prompts import read_prompts
@@ -281,7 +281,7 @@ def _sidecar(config: ConfigDict, workdir: Path, report: _Report) -> tuple[Any, s
     # Not in the workdir, which may be another run's any moment.
     with tempfile.TemporaryDirectory(prefix="ddrl_check_") as folder:
         probe = {"latent": latents, "caption": [caption]}
-        with build.open_rewards(config, text, Path(folder), book, probe) as client:
+        with scoring.open_rewards(config, text, Path(folder), book, probe) as client:
             began = time.perf_counter()
             scores = client.submit(latents, [caption]).result()
             seconds = time.perf_counter() - began

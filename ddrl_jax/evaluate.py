@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from ddrl_jax import build, rewards
+from ddrl_jax import build, rewards, scoring
 from ddrl_jax.config import ConfigError, check_same_run, to_json
 from ddrl_jax.data.image_statistics import image_statistics
 from ddrl_jax.data.video import write_mp4
@@ -195,7 +195,7 @@ class Evaluator:
             name: np.concatenate([r.scores.get(name, np.full(len(r.valid), np.nan, np.float32)) for r in results])
             for name in sorted({n for r in results for n in r.scores})
         }
-        totals = [build.total_reward(r, self.config) for r in results]
+        totals = [scoring.total_reward(r, self.config) for r in results]
         reward = np.where(np.concatenate([v for _, v in totals]), np.concatenate([r for r, _ in totals]), np.nan)
         weights = self.config.reward.weights.to_dict()
         obeyed = {scorer_of(n) for n, w in weights.items() if w} | set(map(scorer_of, self.config.reward.gates))
@@ -440,10 +440,10 @@ def run(config: ConfigDict, workdir: Path) -> bool:
             params = build.with_base(config, setup, build.pretrained_params(config, setup.mesh)).network(params)
     else:
         step, params = 0, build.init_params(config, setup, key=None)
-    probe, lock = build.probe(config, setup), build.own_workdir(workdir)
+    probe, lock = scoring.probe(config, setup), build.own_workdir(workdir)
     book = Logbook(workdir, primary=jax.process_index() == 0, **config.log)
     try:
-        with build.open_rewards(config, setup.text, workdir, book, probe) as client:
+        with scoring.open_rewards(config, setup.text, workdir, book, probe) as client:
             if not started:
                 write_text(workdir / "config.json", to_json(config))
             metrics = Evaluator(config, setup, client, workdir, book)(params, step, full=True)

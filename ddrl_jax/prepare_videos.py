@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from ddrl_jax import build, train
+from ddrl_jax import build, scoring, train
 from ddrl_jax.config import ConfigError, check_same_run, get
 from ddrl_jax.data import source, video_folder
 from ddrl_jax.data.latent_cache import CacheWriter, LatentCache
@@ -70,7 +70,7 @@ def ensure(config: ConfigDict, workdir: Path) -> bool:
     if config.text_encoder.where != "sidecar" or config.reward.launch:
         build.check_text_files(config)
     if config.reward.launch:
-        build.check_sidecar(config)
+        scoring.check_sidecar(config)
     try:
         cache = LatentCache(Path(config.data.path) / source.LATENTS, fingerprint=build.latent_fingerprint(config))
     except ValueError as error:

@@ -39,7 +39,7 @@ from typing import Any
 from ml_collections import ConfigDict
 from rich.progress import BarColumn, Progress, TextColumn
 
-from ddrl_jax import build, evaluate, report, rewards, train
+from ddrl_jax import build, evaluate, report, rewards, scoring, train
 from ddrl_jax import config as config_lib
 from ddrl_jax.config import RATIO_OBJECTIVES, ConfigError
 from ddrl_jax.diffusion.process import EDMChurn
@@ -706,7 +706,7 @@ def open_server(config: ConfigDict, runs: Sequence[Run], base: Path, workdir: Pa
     own.reward.scorers = tuple(scorers)
     try:
         rewards.check_environment(reward.env, own.reward.scorers)
-        weights = build.scorer_weights(own, workdir, book)
+        weights = scoring.scorer_weights(own, workdir, book)
         with rewards.launch(
             env=reward.env,
             scorers=own.reward.scorers,

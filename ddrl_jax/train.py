@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from ddrl_jax import build, monitor, rewards, state
+from ddrl_jax import build, monitor, rewards, scoring, state
 from ddrl_jax.checkpoint.manager import Checkpoints, UnreadableError
 from ddrl_jax.config import ConfigError, check_same_run, to_json
 from ddrl_jax.data import pipeline
@@ -105,7 +105,7 @@ def run(config: ConfigDict, workdir: Path, make_evaluator: Callable[..., Evaluat
     setup = build.build(config)
     clip_dataset(config, config.rollout.conditions)  # bad data is found before anything is started
     check_base(config)
-    probe = build.probe(config, setup)
+    probe = scoring.probe(config, setup)
     lock = build.own_workdir(workdir)
     if not (workdir / "config.json").exists():
         # What a start that came to nothing left here may have been made for other settings.
@@ -113,7 +113,7 @@ def run(config: ConfigDict, workdir: Path, make_evaluator: Callable[..., Evaluat
         (workdir / "judge.npz").unlink(missing_ok=True)
     book = Logbook(workdir, primary=jax.process_index() == 0, **config.log)
     try:
-        with build.open_rewards(config, setup.text, workdir, book, probe) as client, interrupts() as stop:
+        with scoring.open_rewards(config, setup.text, workdir, book, probe) as client, interrupts() as stop:
             # Only now: a start that bad input ended must not bind the workdir to that input.
             if jax.process_index() == 0 and not (workdir / "config.json").exists():
                 write_text(workdir / "config.json", to_json(config))
@@ -401,11 +401,11 @@ def reinforce(
                         break  # the iteration is done again by the run that goes on from here
                     scores, *of_reference = [ticket.result() for ticket in tickets]
                     record["seconds_reward_wait"] = time.perf_counter() - waiting
-                    reward, valid = build.total_reward(scores, config)
+                    reward, valid = scoring.total_reward(scores, config)
                     record |= reward_metrics(reward, valid, scores, group)
-                    rows, weights, valid, gate_metrics = build.training_rewards(scores, config)
+                    rows, weights, valid, gate_metrics = scoring.training_rewards(scores, config)
                     record |= gate_metrics
-                    reference = build.total_reward(of_reference[0], config) if of_reference else None
+                    reference = scoring.total_reward(of_reference[0], config) if of_reference else None
                     if reference is not None:
                         record["reference_reward"] = float(np.nanmean(reference[0])) if reference[1].any() else math.nan
                         # Without Z there is no advantage: as bad as rollouts without a reward.

@@ -20,6 +20,7 @@ RANK = {
     "state": 5,
     "build": 6,
     "monitor": 6,
+    "scoring": 7,
     "gradients": 7,
     "export": 8,
     "update": 8,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ddrl_jax import build
+from ddrl_jax import scoring
 from ddrl_jax.rewards import Scores, gated, passes_gates
 
 from . import tiny
@@ -51,18 +51,18 @@ def test_a_group_in_which_all_fail_teaches_nothing():
 
 def test_a_sum_is_one_row_and_normalised_rewards_one_each():
     got = scores(a_x=[1, 2, 3, 4], a_y=[10, 20, 30, 40])
-    rows, weights, valid, metrics = build.training_rewards(got, config(weights={"a/x": 1.0, "a/y": 0.5}))
+    rows, weights, valid, metrics = scoring.training_rewards(got, config(weights={"a/x": 1.0, "a/y": 0.5}))
     np.testing.assert_allclose(rows, [[6, 12, 18, 24]])
     np.testing.assert_allclose(weights, [1.0])
     assert valid.all() and metrics == {}
-    rows, weights, _, _ = build.training_rewards(got, config(weights={"a/x": 1.0, "a/y": 0.5}, mix="normalised"))
+    rows, weights, _, _ = scoring.training_rewards(got, config(weights={"a/x": 1.0, "a/y": 0.5}, mix="normalised"))
     np.testing.assert_allclose(rows, [[1, 2, 3, 4], [10, 20, 30, 40]])
     np.testing.assert_allclose(weights, [1.0, 0.5])
 
 
 def test_a_gate_reaches_the_rewards_and_its_rate_the_metrics():
     got = scores(a_x=[1, 2, 3, 4], a_safe=[1, 1, 0, 0])
-    rows, _, valid, metrics = build.training_rewards(got, config(weights={"a/x": 1.0}, gates={"a/safe": 0.5}))
+    rows, _, valid, metrics = scoring.training_rewards(got, config(weights={"a/x": 1.0}, gates={"a/safe": 0.5}))
     np.testing.assert_allclose(rows, [[1, 2, 1, 1]])
     assert valid.all() and metrics == {"gate_rate": 0.5}
 
@@ -70,5 +70,5 @@ def test_a_gate_reaches_the_rewards_and_its_rate_the_metrics():
 def test_nothing_that_came_back_has_as_many_rows_and_no_reward():
     lost = Scores({}, np.zeros(4, bool), "down", 0.0)
     for mix, count in (("sum", 1), ("normalised", 2)):
-        rows, weights, valid, _ = build.training_rewards(lost, config(weights={"a/x": 1.0, "a/y": 2.0}, mix=mix))
+        rows, weights, valid, _ = scoring.training_rewards(lost, config(weights={"a/x": 1.0, "a/y": 2.0}, mix=mix))
         assert rows.shape == (count, 4) and weights.shape == (count,) and not valid.any() and np.isnan(rows).all()
