@@ -110,7 +110,7 @@ def test_text_from_a_cache_or_the_sidecar_is_the_text_of_the_device(prepared):
     for where in ("device", "cached", "sidecar"):
         flags = ["--config.train.steps=1", f"--config.text_encoder.where={where}"]
         said = run(prepared, "train", *flags, workdir=where)
-        assert ("embedding captions" in said) == (where == "cached")
+        assert ("embedding 8 captions" in said) == (where == "cached")
         (first[where],) = lines(prepared, "ddrl", where)
     for name in ("data_loss", "reward", "grad_norm"):
         assert first["cached"][name] == first["device"][name]
