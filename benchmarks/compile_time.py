@@ -24,7 +24,7 @@ def compile_step(config) -> dict[str, float]:
         mesh=mesh,
         codec=None,  # nothing is encoded here
         text=WordTable((), length=config.text.length, dim=config.text.dim),
-        denoise=build._denoiser(config, config.process.name),
+        denoise=build.denoiser(config, config.process.name, mesh),
         process=build.build_process(config),
         objective=build.build_objective(config),
         latent_shape=build.latent_shape(config),

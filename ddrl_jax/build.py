@@ -149,7 +149,7 @@ def build(config: ConfigDict, *, without_text: bool = False) -> Setup:
         mesh=mesh,
         codec=codec,
         text=text,
-        denoise=_denoiser(config, config.process.name),
+        denoise=denoiser(config, config.process.name, mesh),
         process=build_process(config),
         objective=build_objective(config),
         latent_shape=latent_shape(config),
@@ -293,13 +293,13 @@ def evaluation(config: ConfigDict, setup: Setup) -> tuple[Denoiser, AnyProcess]:
     """Denoiser and process of the evaluations: eval.process, or the run's own; the denoiser is not guided."""
     if not config.eval.process.name:
         return setup.denoise, setup.process
-    return _denoiser(config, config.eval.process.name), _process(config.eval.process, "eval.process")
+    return denoiser(config, config.eval.process.name, setup.mesh), _process(config.eval.process, "eval.process")
 
 
-def _denoiser(config: ConfigDict, process: str) -> CosmosDenoiser:
+def denoiser(config: ConfigDict, process: str, mesh: Mesh) -> CosmosDenoiser:
     """The network under a process's own level: the same network serves them all."""
     level: Literal["edm", "flow"] = "edm" if process == "edm_churn" else "flow"
-    return cosmos_denoiser(graphdef(config), use_rf_ckpts=config.model.use_rf_ckpts, level=level)
+    return cosmos_denoiser(graphdef(config), use_rf_ckpts=config.model.use_rf_ckpts, level=level, mesh=mesh)
 
 
 def _model_config(config: ConfigDict) -> CosmosDiTConfig:

@@ -13,6 +13,7 @@ from ddrl_jax.diffusion.loss import diffusion_loss
 from ddrl_jax.diffusion.preconditioning import edm_loss_weight, rectified_flow, rectified_flow_loss_weight
 from ddrl_jax.diffusion.process import EDMChurn
 from ddrl_jax.models import cosmos_denoiser
+from ddrl_jax.parallel.mesh import make_mesh
 from tests.paths import GOLDEN
 
 CASES = [(n, rf, s) for n in (0, 1, 2) for rf in (False, True) for s in ("sigma_B", "sigma_BT")]
@@ -265,6 +266,8 @@ def test_frozen_hashable_and_not_traced_twice():
     again = cosmos_denoiser(load_pretrained(GOLDEN / "cosmos_dit/official.safetensors")[0], use_rf_ckpts=False)
     assert a == b == again and hash(a) == hash(b) == hash(again)
     assert a != cosmos_denoiser(graphdef, use_rf_ckpts=True)
+    meshed = [cosmos_denoiser(graphdef, use_rf_ckpts=False, mesh=make_mesh()) for _ in range(2)]
+    assert meshed[0] == meshed[1] != a and hash(meshed[0]) == hash(meshed[1])
     with pytest.raises(AttributeError):
         a.use_rf_ckpts = True
     traces = []

@@ -13,6 +13,7 @@ from flax import nnx
 from ddrl_jax.checkpoint import load_pretrained, save_pretrained
 from ddrl_jax.models import CosmosDiT, CosmosDiTConfig, cosmos_2b, cosmos_14b
 from ddrl_jax.models.layers import RMSNorm, modulated_norm, rope_angles, time_features
+from ddrl_jax.parallel.mesh import batch_sharding, fsdp_sharding, make_mesh
 from tests.paths import GOLDEN
 
 FOLDER = GOLDEN / "cosmos_dit"
@@ -346,3 +347,19 @@ def test_a_scalar_time_is_every_samples(t):
     x, context = jax.random.normal(jax.random.key(0), (2, 4, 2, 4, 4)), jnp.ones((1, 3, 10))
     net = nnx.merge(graphdef, params)
     np.testing.assert_array_equal(net(x, t, context), net(x, jnp.full(2, 0.3, jnp.float32), context))
+
+
+def test_a_mesh_says_where_and_not_what():
+    mesh = make_mesh(replica=2, fsdp=2, context=2)
+    graphdef, params = tiny()
+    params = jax.device_put(params, fsdp_sharding(mesh, params))
+    x, context = jax.random.normal(jax.random.key(0), (8, 4, 2, 4, 4)), jnp.ones((2, 3, 10))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(mesh, x):
+        return nnx.merge(graphdef, params)(x, 0.3, context, mesh=mesh)
+
+    out = run(mesh, x)
+    assert out.sharding.is_equivalent_to(batch_sharding(mesh), out.ndim)
+    np.testing.assert_allclose(out, run(None, x), atol=1e-5)
+    np.testing.assert_allclose(run(mesh, x[:6]), out[:6], atol=1e-5)  # no whole number of rows a device

@@ -263,6 +263,18 @@ def test_two_towers_in_one_folder(tmp_path):
         load_pretrained(tmp_path)
 
 
+def test_a_missing_token_table_is_named_beside_the_rest(tmp_path):
+    values = tensors()
+    del values["model.embed_tokens.weight"], values["model.norm.weight"]
+    values["model.foreign"] = values["model.layers.0.input_layernorm.weight"]
+    shutil.copy(HUB / "config.json", tmp_path)
+    save_file(values, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="2 missing") as error:
+        load_pretrained(tmp_path)
+    for name in ("model.embed_tokens.weight", "model.norm.weight", "model.foreign"):
+        assert name in str(error.value)
+
+
 @pytest.mark.parametrize("strategy", ["last", "pool_every_0_layers_and_concat", "pool_every_2", ""])
 def test_an_unknown_strategy(strategy):
     with pytest.raises(ValueError, match=r"must be one of full_concat, mean_pooling, pool_every_n"):

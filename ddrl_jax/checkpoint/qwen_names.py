@@ -80,9 +80,12 @@ def read_config(
         raise ValueError(f"{path} is a {TITLE} without a config.json: give the folder that holds both")
     file = f"{path}: config.json"
     found = [layout for layout, prefix in _PREFIX.items() if prefix + _TABLE in shapes]
-    if len(found) != 1:
-        names = ", ".join(prefix + _TABLE for prefix in _PREFIX.values())
-        raise ValueError(f"{path} has {len(found)} token tables of a {TITLE}; exactly one of {names} is needed")
+    if len(found) > 1:
+        names = ", ".join(_PREFIX[layout] + _TABLE for layout in found)
+        raise ValueError(f"{path} has {len(found)} token tables of a {TITLE}: {names}; one is needed")
+    if not found:  # missing, and to be listed as that beside whatever else is
+        layers = {layout: sum(name.startswith(f"{p}layers.") for name in shapes) for layout, p in _PREFIX.items()}
+        found = [max(layers, key=lambda layout: layers[layout])]
     given = config.get("text_config", config)
     if not isinstance(given, dict):
         raise ValueError(f"{file}: text_config is {given!r}; must be an object")

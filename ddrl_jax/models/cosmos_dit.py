@@ -10,6 +10,7 @@ N head, K head width, S context token, G conditions (G divides B; condition g se
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import chex
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from ddrl_jax.models.layers import (
     Linear,
@@ -29,6 +31,7 @@ from ddrl_jax.models.layers import (
     time_features,
 )
 from ddrl_jax.parallel.attention import attention
+from ddrl_jax.parallel.mesh import pin_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +148,6 @@ class Attention(nnx.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if angles_LK is not None:
             q, k = rotate(q, angles_LK), rotate(k, angles_LK)
-        # Rows with a common context attend to it as one longer row of queries: no copy of keys and values per row.
-        q = q.reshape(k.shape[0], -1, *q.shape[2:])
         return self.out(attention(q, k, v).reshape(x_BLD.shape))
 
 
@@ -239,6 +240,7 @@ class CosmosDiT(nnx.Module):
         context: jax.Array,
         condition_mask: jax.Array | None = None,
         padding_mask: jax.Array | None = None,
+        mesh: Mesh | None = None,
     ) -> jax.Array:
         """Network output for a latent.
 
@@ -250,6 +252,7 @@ class CosmosDiT(nnx.Module):
             in the original.
           padding_mask: 1 where a pixel is padding, (B, 1, any height, any width), brought to the latent's size by
             nearest neighbour; None: no padding.
+          mesh: what the batch of every block's activations is cut over (`pin_batch`); None: as the compiler likes.
 
         Returns:
           (B, C, T, H, W) in the config's `dtype`.
@@ -257,20 +260,23 @@ class CosmosDiT(nnx.Module):
         Raises:
           ValueError: the latent's size, its grid or a batch size does not fit.
         """
-        tokens_BTLD, features, angles_LK = self.embed(x, t, context, condition_mask, padding_mask)
+        pin = functools.partial(pin_batch, mesh)
+        tokens_BTLD, features, angles_LK = self.embed(pin(x), t, context, condition_mask, padding_mask)
         time_BTD, shared_BTP, context_GSD = features
+        time_BTD, shared_BTP = pin(time_BTD), pin(shared_BTP)
 
         graphdef, stacked = nnx.split(self.blocks)
 
         def step(x_BTLD, block):
-            return nnx.merge(graphdef, block)(x_BTLD, time_BTD, shared_BTP, context_GSD, angles_LK), None
+            x_BTLD = nnx.merge(graphdef, block)(pin(x_BTLD), time_BTD, shared_BTP, context_GSD, angles_LK)
+            return pin(x_BTLD), None
 
         if self.config.remat == "full":
             step = jax.checkpoint(step, prevent_cse=False)
-        x_BTLD, _ = jax.lax.scan(step, tokens_BTLD, stacked)
+        x_BTLD, _ = jax.lax.scan(step, pin(tokens_BTLD), stacked)
 
         shift, scale = self.final_mod(time_BTD, shared_BTP)
-        return self.unpatchify(self.final(modulated_norm(x_BTLD, shift, scale)), x.shape)
+        return pin(self.unpatchify(self.final(modulated_norm(x_BTLD, shift, scale)), x.shape))
 
     def embed(self, x, t, context, condition_mask, padding_mask):
         """Steps 1 to 5 and 9: tokens (B,T,h*w,D); E (B,T,D), A (B,T,3D), context (G,S,context_dim); rotary angles."""

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from ddrl_jax.diffusion.preconditioning import rectified_flow
 
@@ -32,6 +33,7 @@ class CosmosDenoiser:
     level: Literal["edm", "flow"]
     zero_frames: bool
     keep_frames: bool
+    mesh: Mesh | None = None
 
     def __call__(self, params: Params, x: jax.Array, sigma: jax.Array, cond: Mapping[str, Any]) -> jax.Array:
         """The prediction of the clean latent.
@@ -84,7 +86,7 @@ class CosmosDenoiser:
                 t = jnp.where(given.any(axis=(1, 3, 4), keepdims=True), t_given, t)
 
         net = nnx.merge(self.graphdef, params)
-        y = net(net_x, t.reshape(B, -1), cond["context"], mask, _rows(cond, "padding_mask", B)).astype(dtype)
+        y = net(net_x, t.reshape(B, -1), cond["context"], mask, _rows(cond, "padding_mask", B), self.mesh).astype(dtype)
         x0 = c_skip * x + c_out * y
         return jnp.where(given, frames, x0) if conditioned and self.keep_frames else x0
 
@@ -97,6 +99,7 @@ def cosmos_denoiser(
     level: Literal["edm", "flow"] = "edm",
     zero_frames: bool = False,
     keep_frames: bool = True,
+    mesh: Mesh | None = None,
 ) -> CosmosDenoiser:
     """A denoiser from a Cosmos DiT's graph definition (`nnx.split(model)[0]`).
 
@@ -109,11 +112,12 @@ def cosmos_denoiser(
         x = (1-t) x0 + t e (FlowSDE, DanceSDE). The network is the same: its own input and time are the flow's.
       zero_frames: the video condition is dropped: the network sees zeros for the given frames, and still their mask.
       keep_frames: the prediction holds the given frames as they were given.
+      mesh: where the parameters are cut over fsdp: activations are then cut along the batch, not gathered.
 
     Returns:
       A frozen, hashable function denoise(params, x, sigma, cond) -> x0: see `CosmosDenoiser.__call__`.
     """
-    return CosmosDenoiser(graphdef, use_rf_ckpts, sigma_conditional, level, zero_frames, keep_frames)
+    return CosmosDenoiser(graphdef, use_rf_ckpts, sigma_conditional, level, zero_frames, keep_frames, mesh)
 
 
 def _all_zero(mask: Any) -> bool:

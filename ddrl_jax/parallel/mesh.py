@@ -48,6 +48,17 @@ def batch_shards(mesh: Mesh) -> int:
     return mesh.shape["replica"] * mesh.shape["fsdp"]
 
 
+def pin_batch(mesh: Mesh | None, x: jax.Array) -> jax.Array:
+    """x with its leading axis cut over replica x fsdp and the others whole, here and in its gradient.
+
+    Parameters are cut over fsdp as well: where nothing says how activations lie, the compiler may as well gather every
+    device's activations as the parameters. A no-op without a mesh, or where the shards do not divide the leading axis.
+    """
+    if mesh is None or x.shape[0] % batch_shards(mesh):
+        return x
+    return jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
+
+
 def fsdp_sharding(mesh: Mesh, tree: Any) -> Any:
     """A sharding for each leaf: the largest axis that fsdp divides is cut; scalars and odd shapes are replicated."""
     size = mesh.shape["fsdp"]
