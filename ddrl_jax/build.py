@@ -10,6 +10,7 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,12 +30,14 @@ from ddrl_jax.data import source
 from ddrl_jax.data.text_cache import TextCache
 from ddrl_jax.diffusion.guidance import Denoiser, guided
 from ddrl_jax.diffusion.process import DanceSDE, EDMChurn, FlowCPS, FlowSDE
+from ddrl_jax.logbook import write_text
 from ddrl_jax.models.cosmos_dit import CosmosDiT, CosmosDiTConfig
 from ddrl_jax.models.denoiser import CosmosDenoiser, cosmos_denoiser
 from ddrl_jax.models.lora import init_lora, merge_lora
 from ddrl_jax.models.text_encoder import TextEncoder
 from ddrl_jax.models.unshuffle import Unshuffle
 from ddrl_jax.models.wan_codec import WanCodec
+from ddrl_jax.models.wan_vae import WanVAE
 from ddrl_jax.models.word_table import WordTable
 from ddrl_jax.parallel import mesh as mesh_lib
 from ddrl_jax.rl.objective import Objective, dance_grpo, ddrl, flow_grpo
@@ -108,7 +111,10 @@ class Setup:
           x0: clean latents (G, C, T, h, w), on the devices already, whose first frame is given where `given_G` says so.
           given_G: bool (G,), this process's rows: which conditions are image-to-video; None: none, and no frames.
         """
-        context = to_global(self.mesh, self.text.embed(captions))
+        try:
+            context = to_global(self.mesh, self.text.embed(captions))
+        except ValueError as error:
+            raise ConfigError(f"config.{error}") from error
         if given_G is None:
             return cond(context)
         assert x0 is not None, "given frames are frames of something"
@@ -182,6 +188,9 @@ def build_codec(config: ConfigDict, mesh: Mesh) -> Unshuffle | WanCodec:
         return Unshuffle(codec.factor, codec.mean, codec.std)
     try:
         graphdef, params = load_pretrained(weights_file(config, codec.path), mesh=mesh, compute_dtype=codec.dtype)
+        found = type(nnx.merge(graphdef, params))
+        if found is not WanVAE:
+            raise ValueError(f"holds a {found.__name__}, not a Wan VAE")
         return WanCodec(graphdef, params, tile=codec.tile)
     except ValueError as error:
         raise ConfigError(f"config.codec.path={codec.path!r}: {error}") from error
@@ -237,10 +246,13 @@ def check_text_files(config: ConfigDict) -> None:
 def text_cache(config: ConfigDict) -> TextCache:
     """The features of captions in data.path, and what they must be a function of."""
     text = config.text_encoder
-    made = {"tower": signature(text.path), "strategy": text.strategy}
-    made["tokenizer"] = signature(Path(text.tokenizer or text.path) / "tokenizer.json")
+    made = {"tower": signature(text.path, "text_encoder.path"), "strategy": text.strategy}
+    made["tokenizer"] = signature(Path(text.tokenizer or text.path) / "tokenizer.json", "text_encoder.tokenizer")
     size = {"length": config.text.length, "dim": config.text.dim}
-    return TextCache(Path(config.data.path) / "text", fingerprint=made, **size)
+    try:
+        return TextCache(Path(config.data.path) / "text", fingerprint=made, **size)
+    except ValueError as error:
+        raise ConfigError(f"config.{error}") from error
 
 
 def data_set(config: ConfigDict) -> source.DataSet:
@@ -258,13 +270,13 @@ def data_set(config: ConfigDict) -> source.DataSet:
 
 
 @functools.cache
-def signature(path: str | os.PathLike[str]) -> str:
+def signature(path: str | os.PathLike[str], field: str) -> str:
     """Of a file, or of a folder's safetensors files: a hash of their sizes and of samples of their bytes. Tells weights
-    apart without reading gigabytes. Raises ConfigError where there are none."""
+    apart without reading gigabytes. Raises ConfigError, which names `field`, where there are none."""
     path = Path(path)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"{str(path)!r}: there is no such file, nor a folder with .safetensors files")
+        raise ConfigError(f"config.{field}={str(path)!r}: there is no such file, nor a folder with .safetensors files")
     digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
@@ -280,7 +292,7 @@ def latent_fingerprint(config: ConfigDict) -> dict[str, Any]:
     """What the stored latents of videos are a function of."""
     data = config.data
     return {
-        "codec": signature(config.codec.path),
+        "codec": signature(config.codec.path, "codec.path"),
         "codec_dtype": config.codec.dtype,
         "frames": data.frames,
         "size": data.size,
@@ -326,6 +338,21 @@ def with_base(config: ConfigDict, setup: Setup, base: Any) -> Setup:
         return setup
     scale = config.lora.alpha / config.lora.rank
     return dataclasses.replace(setup, network=lambda lora: merge_lora(base, lora, scale))
+
+
+def check_adapter_base(config: ConfigDict, workdir: Path) -> None:
+    """Raises ConfigError where a run's adapter is of other weights than model.checkpoint now holds. The first call of a
+    run notes what they are in base.json."""
+    if config.lora.rank == 0:
+        return
+    file, now = workdir / "base.json", {"model.checkpoint": signature(config.model.checkpoint, "model.checkpoint")}
+    if not file.is_file():
+        write_text(file, json.dumps(now))
+    elif json.loads(file.read_text()) != now:
+        raise ConfigError(
+            f"config.model.checkpoint={config.model.checkpoint!r}: its content is not what this run's adapter was "
+            "trained on; put that back, or take another --workdir"
+        )
 
 
 def trained_params(config: ConfigDict, base: Any) -> Any:
@@ -476,7 +503,7 @@ def own_folder(folder: Path, field: str, instead: str = "") -> IO[str]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("a+")
     except OSError as error:
-        raise ConfigError(f"{field}={str(folder)!r}: cannot be made or written ({error.strerror})") from error
+        raise ConfigError(f"{field}={str(folder)!r}: cannot be made or written ({error.strerror}){instead}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

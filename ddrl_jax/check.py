@@ -26,12 +26,14 @@ from ddrl_jax import build, scoring, state
 from ddrl_jax.config import ConfigError, check_same_run
 from ddrl_jax.data import latent_cache, source
 from ddrl_jax.data.prompts import read_prompts
+from ddrl_jax.data.video import read_image
 from ddrl_jax.data.video_folder import VideoFolder
 from ddrl_jax.logbook import Logbook
 from ddrl_jax.parallel import mesh as mesh_lib
 
 CAPTIONS = ("a red ball rolls down a green hill", "two cats sleep on a blue sofa")
 GIB = 1 << 30
+WARNING = "warning: "  # begins the line of what may be right
 
 
 class Skipped(Exception):
@@ -55,7 +57,9 @@ class _Report:
         """`look` returns what it found and a line about it."""
         try:
             self.found[name], line = look()
-            self.console.print(f"[green]ok  [/green] {name:<12}", end="")
+            far = line.startswith(WARNING)
+            self.console.print(f"{'[yellow]WARN' if far else '[green]ok  '}[/] {name:<12}", end="")
+            line = line.removeprefix(WARNING)
         except Skipped as error:
             line = str(error)
             self.console.print(f"[yellow]--  [/yellow] {name:<12}", end="")
@@ -86,6 +90,10 @@ def run(config: ConfigDict, workdir: Path) -> bool:
 
 
 def _workdir(config: ConfigDict, workdir: Path) -> tuple[Any, str]:
+    if workdir.exists() and not workdir.is_dir():
+        raise ConfigError(f"workdir={str(workdir)!r}: is a file; it must be a folder")
+    if (workdir / "base.json").exists():
+        build.check_adapter_base(config, workdir)
     lines = check_same_run(config, workdir)
     there = "holds a run that would be resumed" if (workdir / "config.json").exists() else "would be a new run"
     return workdir, "; ".join([f"{workdir} {there}", *lines])
@@ -198,7 +206,13 @@ def _data(config: ConfigDict) -> tuple[Any, str]:
 
 
 def _prompts(config: ConfigDict) -> tuple[Any, str]:
-    prompts = read_prompts(config.eval.prompts)
+    _, _, height, width = build.data_set(config).video_shape
+    try:
+        prompts = read_prompts(config.eval.prompts)
+        for picture in {p.image for p in prompts if p.image}:
+            read_image(picture, height, width)
+    except ValueError as error:
+        raise ConfigError(f"config.eval.prompts={config.eval.prompts!r}: {error}") from error
     return prompts, f"{len(prompts)} captions, {sum(p.image is not None for p in prompts)} with a first frame"
 
 
@@ -216,7 +230,8 @@ def _codec(config: ConfigDict, mesh: Mesh) -> tuple[Any, str]:
         raise ConfigError(f"config.codec.path={config.codec.path!r}: a clip comes back with values that are not finite")
     error = float(np.sqrt(np.mean((np.clip(back, -1, 1) - video) ** 2)))
     mean, std = float(latents.mean()), float(latents.std())
-    line = f"round trip of a test clip: error {error:.3f} (root mean square, pixels in [-1, 1])"
+    line = WARNING if error > 0.2 else ""
+    line += f"round trip of a test clip: error {error:.3f} (root mean square, pixels in [-1, 1])"
     line += ", far from a trained VAE's, below 0.1" if error > 0.2 else ""
     return (codec, latents), f"{line}; latents of mean {mean:.2f}, std {std:.2f}"
 
@@ -226,6 +241,8 @@ def _text(config: ConfigDict, mesh: Mesh) -> tuple[Any, str]:
         return None, f"a table of {len(build.data_set(config).vocabulary)} words"
     if config.text_encoder.where != "device":
         build.check_text_files(config)
+        if config.text_encoder.where == "cached":
+            build.text_cache(config)  # what is stored is of this tower
         return (
             None,
             f"by the {'sidecar' if config.text_encoder.where == 'sidecar' else 'cache'}; the tower's files are there",
@@ -249,14 +266,18 @@ def _text_statistics(config: ConfigDict, features: Any) -> str:
 
 
 def _network(config: ConfigDict, report: _Report) -> tuple[Any, str]:
-    report.need("devices")
-    setup = build.build(config, without_text=True)
-    params = build.init_params(config, setup, jax.random.key(config.seed))
-    C, T, H, W = setup.latent_shape
-    shape = (mesh_lib.batch_shards(setup.mesh), C, min(T, 3), min(H, 16), min(W, 16))
+    mesh = report.need("devices")
+    if config.model.checkpoint:
+        params = build.pretrained_params(config, mesh)
+    else:
+        report.need("codec")
+        params = build.init_params(config, build.build(config, without_text=True), jax.random.key(config.seed))
+    denoise = build.denoiser(config, config.process.name, mesh)
+    C, T, H, W = build.latent_shape(config)
+    shape = (mesh_lib.batch_shards(mesh), C, min(T, 3), min(H, 16), min(W, 16))
     cond = build.cond(jnp.zeros((1, config.text.length, config.text.dim), jnp.float32))
     x = jax.random.normal(jax.random.key(0), shape)
-    y = jax.jit(lambda p, x: setup.denoise(p, x, jnp.ones(shape[0]), cond))(params, x)
+    y = jax.jit(lambda p, x: denoise(p, x, jnp.ones(shape[0]), cond))(params, x)
     y = np.asarray(y)
     if not np.isfinite(y).all():
         raise ConfigError(f"config.model.checkpoint={config.model.checkpoint!r}: one forward is not finite")

@@ -244,7 +244,7 @@ def default() -> ConfigDict:
                 "dtype": "float32",  # float32 | bfloat16
                 "step": -1,  # -1: the newest checkpoint's
                 "lora": "merged",  # merged into the weights | separate: the adapter alone, for peft or diffusers
-                "out": "",  # "" is export/<format> in the workdir
+                "out": "",  # "" is a folder of its own in the workdir's export/
             },
             "mesh": {"replica": 1, "fsdp": -1, "context": 1},  # -1: all remaining devices
         }

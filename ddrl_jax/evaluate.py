@@ -60,7 +60,11 @@ class Evaluator:
         self._key = jax.random.key(config.eval.seed)
         self._denoise, self._process = build.evaluation(config, setup)
         count, data = config.eval.clips, build.data_set(config)
-        self._prompts = data.evaluation_prompts(count)
+        try:
+            self._prompts = data.evaluation_prompts(count)
+        except ValueError as error:
+            field = f"config.eval.prompts={config.eval.prompts!r}: " if config.eval.prompts else "config."
+            raise ConfigError(f"{field}{error}") from error
         # What the noise of a sample is drawn by: its place in the list, or what the data set names it by.
         self._ids = np.asarray(self._prompts.pop("id", np.arange(count)), np.uint32)
         with book.working("judge: made of clips of its own"):
@@ -436,7 +440,7 @@ def run(config: ConfigDict, workdir: Path) -> bool:
     setup = build.build(config)
     if trained or not config.model.checkpoint:
         step, params = read_weights(config, workdir, "ema" if config.eval.ema and config.train.ema_rate > 0 else "raw")
-        if config.lora.rank > 0:
+        if config.lora.rank > 0:  # `read_weights` has compared its base
             params = build.with_base(config, setup, build.pretrained_params(config, setup.mesh)).network(params)
     else:
         step, params = 0, build.init_params(config, setup, key=None)

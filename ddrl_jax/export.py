@@ -56,18 +56,20 @@ def run(config: ConfigDict, workdir: Path, *, arguments: Sequence[str] = ()) -> 
         raise ConfigError(f"workdir={str(workdir)!r}: holds no run to export; train one there first")
     build.one_process()
     export = config.export
-    out = Path(export.out) if export.out else workdir / "export" / export.format
     python = None
-    try:
-        check_folder(out)
-    except ValueError as error:
-        raise ConfigError(f"config.export.out={str(out)!r}: {error}") from error
+    if export.out:
+        _check_out(Path(export.out))
     try:
         if export.format == "pt":
             # Looked for before minutes of reading; the sidecar's own environment has torch.
             env = config.reward.env
             python = torch_files.interpreter(environment.env_python(env) if env not in ("", "this") else None)
         step, params = read_weights(config, workdir, export.weights, None if export.step < 0 else export.step)
+        # Unasked, every export has a folder of its own: a checkpoint that it was made of may be gone.
+        kind = "-adapter" if export.lora == "separate" else ""
+        name = f"{export.format}-{export.weights}-{export.dtype}-step{step}{kind}"
+        out = Path(export.out) if export.out else workdir / "export" / name
+        _check_out(out)
         record = {
             "step": step,
             "run": str(workdir),
@@ -85,10 +87,20 @@ def run(config: ConfigDict, workdir: Path, *, arguments: Sequence[str] = ()) -> 
                 else build.pretrained_params(config, build.make_mesh(config))
             )
         write(out, graphdef, params, record=record, **options)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"config.export.format={export.format!r}: {error}") from error
     print(f"export: {export.weights} weights of step {step} in {out}")
     return True
+
+
+def _check_out(out: Path) -> None:
+    try:
+        check_folder(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"config.export.out={str(out)!r}: {error}") from error
 
 
 def read_weights(config: ConfigDict, workdir: Path, weights: str, step: int | None = None) -> tuple[int, Any]:
@@ -104,6 +116,7 @@ def read_weights(config: ConfigDict, workdir: Path, weights: str, step: int | No
     Raises:
       ConfigError: no readable checkpoint, or a run without EMA.
     """
+    build.check_adapter_base(config, workdir)
     exponent = build.ema_exponent(config.train)
     if weights == "ema" and exponent is None:
         raise ConfigError("config.export.weights='ema': the run keeps none (train.ema_rate is 0); take raw")

@@ -55,6 +55,9 @@ def write_text(path: Path, text: str) -> None:
     os.replace(part, path)
 
 
+LINE_EVERY_S = 60.0  # of progress, where no bar is drawn
+
+
 class Logbook:
     """Metrics and console of one run. `every`: iterations a console line; `wandb`: a project's name, "" is off."""
 
@@ -110,7 +113,7 @@ class Logbook:
 
     @contextlib.contextmanager
     def progress(self, title: str, total: int, done: int = 0) -> Iterator[Any]:
-        """A bar with elapsed time and ETA; yields `advance(n=1)`. Nothing is drawn where the output is no terminal.
+        """A bar with elapsed time and ETA; yields `advance(n=1)`. Where the output is no terminal, a line a minute.
 
         A total of 0 is not known yet: `advance(done=n, total=m)` says where it stands.
         """
@@ -125,11 +128,19 @@ class Logbook:
         with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as progress:
             task = progress.add_task(title, total=total or None, completed=done)
 
+            begin, first, said = time.monotonic(), done, time.monotonic()
+
             def go(n: int = 1, *, done: int | None = None, total: int | None = None) -> None:
+                nonlocal said
                 if done is None:
                     progress.advance(task, n)
                 else:
                     progress.update(task, completed=done, total=total)
+                now, at, end = time.monotonic(), progress.tasks[0].completed, progress.tasks[0].total
+                if not self.console.is_terminal and now - said >= LINE_EVERY_S and end and at > first:
+                    said = now
+                    left = (now - begin) / (at - first) * (end - at) / 60
+                    self.say(f"{title}: {at:.0f} of {end:.0f}, about {left:.0f} min left")
 
             yield go
 

@@ -22,6 +22,8 @@ from ml_collections import config_flags
 
 from ddrl_jax import config as config_lib
 
+# What is wrong with a place on disk, and not with this program.
+_NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
 MODES = ("train", "eval", "prepare", "export", "check", "study")
 
 
@@ -100,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+        if error.errno not in _NO_PLACE:
             raise
         print(f"stopped: {error.strerror}: {error.filename or folder}", file=sys.stderr)
         return 1

@@ -8,7 +8,7 @@ captions' features are stored too. A call that was stopped goes on where it was;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ddrl_jax import build, scoring, train
 from ddrl_jax.config import ConfigError, check_same_run, get
 from ddrl_jax.data import source, video_folder
 from ddrl_jax.data.latent_cache import CacheWriter, LatentCache
-from ddrl_jax.data.prompts import read_prompts
+from ddrl_jax.data.prompts import Prompt, read_prompts
 from ddrl_jax.logbook import Logbook
 from ddrl_jax.prepare import sampler
 
@@ -36,17 +36,25 @@ def run(config: ConfigDict, workdir: Path, *, arguments: Sequence[str] = ()) -> 
     del arguments  # what was made is recorded by its fingerprint
     build.one_process()
     out = Path(config.prepare.out or config.data.path)
-    _check_files(config, "codec.path", *["model.checkpoint"] * bool(config.prepare.prompts))
+    fields = ["model.checkpoint"] if config.prepare.prompts else ["data.path"]
+    _check_files(config, "codec.path", *fields)
+    _asked(config)
     if config.text_encoder.where == "cached" or config.prepare.prompts:
         build.check_text_files(config)
     workdir.mkdir(parents=True, exist_ok=True)
-    lock = build.own_folder(out, "config.prepare.out" if config.prepare.out else "config.data.path")
+    field = "config.prepare.out" if config.prepare.out else "config.data.path"
+    lock = build.own_folder(out, field, "; take another folder with --config.prepare.out")
     book = Logbook(workdir, primary=jax.process_index() == 0, tensorboard=False)
     try:
         with train.interrupts() as stop:
             make = _synthesise if config.prepare.prompts else _encode
             if not make(config, out, book, stop):
                 return False
+            try:
+                LatentCache(out / source.LATENTS)
+            except ValueError as error:
+                again = f"remove {out / source.LATENTS} and run --mode=prepare again"
+                raise ConfigError(f"config.{error}; {again}") from error
             if config.text_encoder.where == "cached" and not _embed(config, out, book, stop):
                 return False
         book.say(f"prepared: {out / source.LATENTS}; training reads it with --config.data.path={out}")
@@ -66,7 +74,8 @@ def ensure(config: ConfigDict, workdir: Path) -> bool:
     check_same_run(config, workdir)
     build.one_process()
     build.make_mesh(config)
-    _check_files(config, "codec.path", "model.checkpoint")
+    _check_files(config, "codec.path", "model.checkpoint", "data.path")
+    _asked(config)
     if config.text_encoder.where != "sidecar" or config.reward.launch:
         build.check_text_files(config)
     if config.reward.launch:
@@ -155,7 +164,7 @@ def _encode(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool:
 
 def _synthesise(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool:
     """prepare.clips samples of the base, in landscape, of the prompts again and again."""
-    prompts, count, size = read_prompts(config.prepare.prompts), config.prepare.clips, config.eval.chunk
+    prompts, count, size = _prompts(config, "prepare.prompts"), config.prepare.clips, config.eval.chunk
     if config.text_encoder.where == "cached" and not _store_features(
         config, out, [p.caption for p in prompts], book, stop
     ):
@@ -170,7 +179,9 @@ def _synthesise(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool
         params = build.init_params(config, setup, jax.random.key(config.seed))
     draw = sampler(config, setup)
     made = {
-        "base": build.signature(config.model.checkpoint) if config.model.checkpoint else config.pretrain.from_run,
+        "base": build.signature(config.model.checkpoint, "model.checkpoint")
+        if config.model.checkpoint
+        else config.pretrain.from_run,
         "prompts": [p.caption for p in prompts],
         "seed": config.seed,
         "num_steps": config.eval.num_steps,
@@ -210,10 +221,16 @@ def _writer(config: ConfigDict, out: Path, made: dict[str, Any] | None = None) -
     return CacheWriter(folder, fingerprint, max(1, SHARD_BYTES // clip_bytes))
 
 
-def _asked(config: ConfigDict) -> Iterator[str]:
+def _prompts(config: ConfigDict, field: str) -> list[Prompt]:
+    try:
+        return read_prompts(get(config, field))
+    except ValueError as error:
+        raise ConfigError(f"config.{field}={get(config, field)!r}: {error}") from error
+
+
+def _asked(config: ConfigDict) -> list[str]:
     """The captions of evaluations that are not those of held-out clips."""
-    if config.eval.prompts:
-        yield from (p.caption for p in read_prompts(config.eval.prompts))
+    return [p.caption for p in _prompts(config, "eval.prompts")] if config.eval.prompts else []
 
 
 def _embed(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool:

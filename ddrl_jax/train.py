@@ -114,17 +114,18 @@ def run(config: ConfigDict, workdir: Path, make_evaluator: Callable[..., Evaluat
     book = Logbook(workdir, primary=jax.process_index() == 0, **config.log)
     try:
         with scoring.open_rewards(config, setup.text, workdir, book, probe) as client, interrupts() as stop:
-            # Only now: a start that bad input ended must not bind the workdir to that input.
-            if jax.process_index() == 0 and not (workdir / "config.json").exists():
-                write_text(workdir / "config.json", to_json(config))
             evaluator = make_evaluator(config, setup, client, workdir, book)
-            saved = json.loads(to_json(config))
+            saved, base = json.loads(to_json(config)), []
             if config.pretrain.from_run:
                 base = [load_base(config, setup, book)]
             elif config.model.checkpoint:
                 with book.working(f"network: read from {config.model.checkpoint}"):
                     base = [build.init_params(config, setup, key=None)]
-            else:
+            # Only now: a start that bad input ended must not bind the workdir to that input.
+            if jax.process_index() == 0 and not (workdir / "config.json").exists():
+                write_text(workdir / "config.json", to_json(config))
+            build.check_adapter_base(config, workdir)
+            if not base:
                 with Checkpoints(workdir / "checkpoints/pretrain", keep=2, config=saved) as checkpoints:
                     base = [pretrain(config, setup, book, checkpoints, stop)]
             if base[0] is None:

@@ -271,6 +271,8 @@ class Update:
             advance=u == self.updates - 1,
             old_decay=(config.nft.decay_rate, config.nft.decay_max),
         )
+        # It stays as it is cut, whatever the compiler would like: another cut would be another program next time.
+        s = jax.lax.with_sharding_constraint(s, mesh_lib.fsdp_sharding(self.setup.mesh, s))
         return s, metrics | step_metrics | {"loss": loss, "skipped_in_a_row": s.skipped_in_a_row}
 
     def _advantages(self, rewarded: Rewarded) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -91,9 +91,9 @@ def test_bfloat16_and_the_default_folder(finished):
     config = config.copy_and_resolve_references()
     config.export.update({"out": "", "dtype": "bfloat16", "weights": "ema", "format": "diffusers"})
     export.run(config, workdir)
-    params = load_pretrained(workdir / "export/diffusers", dtype="bfloat16")[1]
+    params = load_pretrained(workdir / "export/diffusers-ema-bfloat16-step3", dtype="bfloat16")[1]
     same_params(params, jax.tree.map(lambda p: p.astype(jnp.bfloat16), s.ema))
-    assert json.loads((workdir / "export/diffusers/export.json").read_text())["dtype"] == "bfloat16"
+    assert json.loads((workdir / "export/diffusers-ema-bfloat16-step3/export.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_torch(finished, tmp_path):

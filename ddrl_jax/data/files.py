@@ -19,6 +19,9 @@ def whole(file: Path) -> Iterator[Path]:
         yield partial
         with partial.open("rb+") as f:
             os.fsync(f.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        partial.chmod(0o666 & ~umask)  # whatever the writer made of it
         os.replace(partial, file)
     finally:
         partial.unlink(missing_ok=True)

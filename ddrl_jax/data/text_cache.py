@@ -64,8 +64,13 @@ class TextCache:
         return self.folder / f"{hashlib.sha256(caption.encode()).hexdigest()[:32]}.safetensors"
 
     def missing(self, captions: Sequence[str]) -> list[str]:
-        """The distinct captions without features, in order."""
-        return [c for c in dict.fromkeys(captions) if not self._file(c).is_file()]
+        """The distinct captions without features, or with a file too short for them, in order."""
+        least = 2 * self.length * self.dim
+
+        def whole(file: Path) -> bool:
+            return file.is_file() and file.stat().st_size > least
+
+        return [c for c in dict.fromkeys(captions) if not whole(self._file(c))]
 
     def add(self, caption: str, features_SD: np.ndarray) -> None:
         """Stores a caption's features, whole or not at all."""
