@@ -242,7 +242,10 @@ def _text(config: ConfigDict, mesh: Mesh) -> tuple[Any, str]:
     if config.text_encoder.where != "device":
         build.check_text_files(config)
         if config.text_encoder.where == "cached":
-            build.text_cache(config)  # what is stored is of this tower
+            cache = build.text_cache(config)  # what is stored is of this tower ...
+            data = build.data_set(config)
+            if isinstance(data, source.Videos) and latent_cache.exists(data.path / source.LATENTS):
+                cache.verify(data.cache.captions)  # ... and whole
         return (
             None,
             f"by the {'sidecar' if config.text_encoder.where == 'sidecar' else 'cache'}; the tower's files are there",

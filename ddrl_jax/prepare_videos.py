@@ -88,6 +88,10 @@ def ensure(config: ConfigDict, workdir: Path) -> bool:
                 f"config.{error}; config.data.path={config.data.path!r} has no videos/ to make it of either"
             ) from error
         return run(_here(config), workdir)
+    known = {*cache.names, *(name for name, _ in cache.skipped)}
+    new = sum(f.stem not in known for f in (Path(config.data.path) / "videos").glob("[!.]*.*"))
+    if new:
+        print(f"{config.data.path}: {new} videos are not in {source.LATENTS}/ yet; --mode=prepare adds them")
     if config.text_encoder.where == "cached":
         features = build.text_cache(config)
         if features.missing([*cache.captions, *_asked(config)]):

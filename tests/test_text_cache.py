@@ -74,7 +74,7 @@ def test_other_settings_are_refused(tmp_path):
 
 
 def test_the_index_is_there_before_the_first_features(tmp_path, monkeypatch):
-    def stop(*_):
+    def stop(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as m:
@@ -141,3 +141,27 @@ def test_a_file_is_whole_or_not_there(tmp_path):
         partial.write_text("new")
         assert file.read_text() == "old"
     assert file.read_text() == "new" and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    there = cache(tmp_path / "text")
+    for i, caption in enumerate(("a fox", "a dog")):
+        there.add(caption, features(i))
+    there.verify(["a fox", "a dog", "a caption without features"])
+    file = there._file("a dog")
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    assert "its checksum is not that of its features" in error_of(lambda: there.embed(["a dog"]))
+    assert str(file) in error_of(lambda: there.verify(["a fox", "a dog"]))
+    there.embed(["a fox"])
+
+
+def test_a_file_that_was_cut_off_is_missing_and_made_again(tmp_path):
+    there = cache(tmp_path / "text")
+    there.add("a fox", features())
+    file = there._file("a fox")
+    file.write_bytes(file.read_bytes()[:40])
+    assert there.missing(["a fox"]) == ["a fox"]
+    there.add("a fox", features())
+    assert there.missing(["a fox"]) == []

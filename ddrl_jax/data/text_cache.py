@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,14 @@ class TextCache:
                 partial.write_text(json.dumps(self.fingerprint, indent=1))
         bits = np.ascontiguousarray(features_SD.astype(ml_dtypes.bfloat16, copy=False)).view(np.uint16)
         with files.whole(self._file(caption)) as partial:
-            save_file({"features": bits}, partial)
+            save_file({"features": bits}, partial, metadata={"crc32": str(zlib.crc32(bits.tobytes()))})
+
+    def verify(self, captions: Sequence[str]) -> None:
+        """Reads the features of all captions that have some. Raises ValueError for the first damaged file."""
+        absent = set(self.missing(captions))
+        for caption in dict.fromkeys(captions):
+            if caption not in absent:
+                self.embed([caption])
 
     def embed(self, captions: Sequence[str]) -> np.ndarray:
         """Captions -> bfloat16 (N, S, D).
@@ -99,7 +107,10 @@ class TextCache:
                     kind, shape = found.get_dtype(), tuple(found.get_shape())
                     if (kind, shape) != ("U16", row.shape):
                         raise ValueError(f"its features are {kind} {shape}, not U16 {row.shape}")
-                    row[...] = tensors.get_tensor("features").view(ml_dtypes.bfloat16)
+                    bits = tensors.get_tensor("features")
+                    if (tensors.metadata() or {}).get("crc32") != str(zlib.crc32(bits.tobytes())):
+                        raise ValueError("its checksum is not that of its features")
+                    row[...] = bits.view(ml_dtypes.bfloat16)
             except FileNotFoundError:
                 raise ValueError(
                     f"text_encoder.where='cached': {self.folder} has no features of the caption {caption[:60]!r}; "

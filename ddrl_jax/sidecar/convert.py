@@ -115,10 +115,7 @@ def read_torch(file: Path, say: Callable[[str], None] = _print) -> dict[str, tor
         # Files older than torch 1.6 are no zip and cannot be mapped.
         state = torch.load(str(file), map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError, TypeError, AttributeError) as error:
-        # Torch's own message goes on with advice to load without the safeguard.
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        why = next((line for line in lines if line.startswith("WeightsUnpickler error")), (lines or [repr(error)])[0])
-        raise ValueError(f"{file} is not a torch file of tensors alone, and whole: {why[:300]}") from error
+        raise ValueError(f"{file} is not a torch file of tensors alone, and whole: {_why(file, error)}") from error
     if isinstance(state, Mapping) and isinstance(state.get("model"), Mapping):
         for name in state:
             if name != "model":
@@ -137,6 +134,17 @@ def read_torch(file: Path, say: Callable[[str], None] = _print) -> dict[str, tor
     if not tensors:
         raise ValueError(f"{file} does not hold a dict of tensors: there is none in it")
     return tensors
+
+
+def _why(file: Path, error: Exception) -> str:
+    """In words of our own: torch's go on with advice to load without the safeguard."""
+    if file.stat().st_size == 0:
+        return "it is empty"
+    if "weights_only" in str(error) or "WeightsUnpickler" in str(error):
+        return "it holds objects other than tensors, which are not loaded"
+    with file.open("rb") as stream:
+        zipped = stream.read(4) == b"PK\x03\x04"
+    return "it is cut off or damaged" if zipped else "it is of another kind, or damaged"
 
 
 def to_torch(file: Path, out: Path) -> None:
