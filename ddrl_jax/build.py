@@ -1,7 +1,7 @@
-"""From a config to the objects of a run: mesh, codec, text, network, process, objective, reward client.
+"""From a config to the objects of a run: mesh, codec, text, network, process, objective, optimizer, state.
 
-The one place that turns config fields into constructor arguments, for training and evaluation alike. Each object
-is made by the library it belongs to; this module adds no behaviour.
+The one place that turns config fields into constructor arguments, for every mode alike, and into the one line that says
+what is wrong with them. Each object is made by the library it belongs to. What concerns rewards is in `scoring`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from ml_collections import ConfigDict
 from ddrl_jax import rewards, state
 from ddrl_jax.checkpoint import load_pretrained, torch_files
 from ddrl_jax.config import PROCESS_FIELDS, RATIO_OBJECTIVES, ConfigError, get
-from ddrl_jax.data import source
+from ddrl_jax.data import prompts, source
+from ddrl_jax.data.prompts import Prompt
 from ddrl_jax.data.text_cache import TextCache
 from ddrl_jax.diffusion.guidance import Denoiser, guided
 from ddrl_jax.diffusion.process import DanceSDE, EDMChurn, FlowCPS, FlowSDE
@@ -37,7 +38,7 @@ from ddrl_jax.models.lora import init_lora, merge_lora
 from ddrl_jax.models.text_encoder import TextEncoder
 from ddrl_jax.models.unshuffle import Unshuffle
 from ddrl_jax.models.wan_codec import WanCodec
-from ddrl_jax.models.wan_vae import WanVAE
+from ddrl_jax.models.wan_vae import WanVAE, WanVAEConfig
 from ddrl_jax.models.word_table import WordTable
 from ddrl_jax.parallel import mesh as mesh_lib
 from ddrl_jax.rl.objective import Objective, dance_grpo, ddrl, flow_grpo
@@ -138,9 +139,8 @@ def conditions(cond: dict[str, Any]) -> int:
     return cond["context"].shape[0]
 
 
-def build(config: ConfigDict, *, without_text: bool = False) -> Setup:
-    """Everything but the network's parameters, data and the sidecar. `without_text`: a word table stands for the text
-    tower, where no caption is embedded. Raises `ConfigError`."""
+def build(config: ConfigDict) -> Setup:
+    """Everything but the network's parameters, data and the sidecar. Raises `ConfigError`."""
     mesh = make_mesh(config)
     shards = mesh_lib.batch_shards(mesh)
     for field in ("train.micro_batch", "eval.chunk", *["pretrain.batch_size"] * (config.pretrain.steps > 0)):
@@ -148,13 +148,10 @@ def build(config: ConfigDict, *, without_text: bool = False) -> Setup:
             raise ConfigError(
                 f"config.{field}={get(config, field)}: must be a multiple of the mesh's replica * fsdp = {shards}"
             )
-    codec = build_codec(config, mesh)
-    sizes = {"length": config.text.length, "dim": config.text.dim}
-    text = WordTable((), **sizes) if without_text else build_text(config, mesh)
     return Setup(
         mesh=mesh,
-        codec=codec,
-        text=text,
+        codec=build_codec(config, mesh),
+        text=build_text(config, mesh),
         denoise=denoiser(config, config.process.name, mesh),
         process=build_process(config),
         objective=build_objective(config),
@@ -176,8 +173,7 @@ def latent_shape(config: ConfigDict) -> tuple[int, int, int, int]:
     """(C, T, h, w) of a clip's latent, of landscape clips where both kinds are; without reading any weights."""
     video = data_set(config).video_shape
     if config.codec.name == "wan_vae":
-        _, T, H, W = video
-        return 16, (T - 1) // 4 + 1, H // 8, W // 8
+        return WanVAEConfig().latent_shape(video)
     return Unshuffle(config.codec.factor, config.codec.mean, config.codec.std).latent_shape(video)
 
 
@@ -198,10 +194,16 @@ def build_codec(config: ConfigDict, mesh: Mesh) -> Unshuffle | WanCodec:
 
 def weights_file(config: ConfigDict, path: str) -> Path:
     """A torch file as safetensors, converted in the sidecar's environment (reward.env); anything else as it is."""
-    file, env = Path(path), config.reward.env
+    file = Path(path)
     if file.suffix not in torch_files.SUFFIXES or not file.is_file():
         return file
-    return torch_files.to_safetensors(file, rewards.env_python(env) if env not in ("", "this") else None)
+    return torch_files.to_safetensors(file, torch_python(config))
+
+
+def torch_python(config: ConfigDict) -> Path | None:
+    """The interpreter of reward.env, for what needs torch; None: whichever is found to have it."""
+    env = config.reward.env
+    return rewards.env_python(env) if env not in ("", "this") else None
 
 
 def build_text(config: ConfigDict, mesh: Mesh) -> Text:
@@ -316,7 +318,7 @@ def denoiser(config: ConfigDict, process: str, mesh: Mesh) -> CosmosDenoiser:
 
 def _model_config(config: ConfigDict) -> CosmosDiTConfig:
     sizes = {k: v for k, v in config.model.items() if k not in ("checkpoint", "weights", "use_rf_ckpts")}
-    channels = 16 if config.codec.name == "wan_vae" else config.codec.factor**2
+    channels = WanVAEConfig.z_dim if config.codec.name == "wan_vae" else config.codec.factor**2
     try:
         return CosmosDiTConfig(in_channels=channels, context_in=config.text.dim, param_dtype="float32", **sizes)
     except ValueError as error:
@@ -367,16 +369,16 @@ def trained_params(config: ConfigDict, base: Any) -> Any:
         raise ConfigError(f"config.lora.{error}") from error
 
 
-def init_params(config: ConfigDict, setup: Setup, key: jax.Array | None) -> Any:
+def init_params(config: ConfigDict, mesh: Mesh, key: jax.Array | None) -> Any:
     """Parameters, float32, sharded over fsdp: freshly drawn, or those of model.checkpoint."""
     if config.model.checkpoint:
-        return pretrained_params(config, setup.mesh)
+        return pretrained_params(config, mesh)
     assert key is not None, "without a checkpoint parameters are drawn"
 
     def init(key: jax.Array) -> Any:
         return nnx.split(CosmosDiT(_model_config(config), rngs=nnx.Rngs(key)))[1]
 
-    shardings = mesh_lib.fsdp_sharding(setup.mesh, jax.eval_shape(init, key))
+    shardings = mesh_lib.fsdp_sharding(mesh, jax.eval_shape(init, key))
     return jax.jit(init, out_shardings=shardings)(key)
 
 
@@ -482,6 +484,23 @@ def train_state(
 
     shardings = mesh_lib.fsdp_sharding(setup.mesh, jax.eval_shape(init, params))
     return jax.jit(init, out_shardings=shardings)(params)
+
+
+def abstract_state(config: ConfigDict) -> state.TrainState:
+    """Shapes and dtypes of what a checkpoint of the run holds."""
+    steps, with_ema, old = optimizer(config.train), config.train.ema_rate > 0, config.objective.name == "nft"
+    return jax.eval_shape(
+        lambda base: state.init_state(trained_params(config, base), steps, ema=with_ema, old=old),
+        abstract_params(config),
+    )
+
+
+def read_prompts(config: ConfigDict, field: str) -> list[Prompt]:
+    """The prompts of the file that a field names. Raises `ConfigError`."""
+    try:
+        return prompts.read_prompts(get(config, field))
+    except ValueError as error:
+        raise ConfigError(f"config.{field}={get(config, field)!r}: {error}") from error
 
 
 def evaluated_params(config: ConfigDict, s: state.TrainState) -> Any:

@@ -22,10 +22,9 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from ddrl_jax import build, scoring, state
+from ddrl_jax import build, scoring
 from ddrl_jax.config import ConfigError, check_same_run
 from ddrl_jax.data import latent_cache, source
-from ddrl_jax.data.prompts import read_prompts
 from ddrl_jax.data.video import read_image
 from ddrl_jax.data.video_folder import VideoFolder
 from ddrl_jax.logbook import Logbook
@@ -82,7 +81,7 @@ def run(config: ConfigDict, workdir: Path) -> bool:
         report.check("prompts", lambda: _prompts(config))
     report.check("codec", lambda: _codec(config, report.need("devices")))
     report.check("text", lambda: _text(config, report.need("devices")))
-    report.check("network", lambda: _network(config, report))
+    report.check("network", lambda: _network(config, report.need("devices")))
     report.check("sidecar", lambda: _sidecar(config, workdir, report))
     if report.failed:
         report.console.print(f"{len(report.failed)} to mend: {', '.join(report.failed)}")
@@ -110,7 +109,7 @@ def _memory(config: ConfigDict, mesh: Mesh) -> tuple[dict[str, float], str]:
     """What stays on a device: activations come on top, and depend on micro_batch and model.remat."""
     base = build.abstract_params(config)
     trained = jax.eval_shape(lambda p: build.trained_params(config, p), base)
-    state_bytes = _bytes(mesh, _abstract_state(config))
+    state_bytes = _bytes(mesh, build.abstract_state(config))
     rollouts = config.rollout.conditions * config.rollout.group_size
     per_device = -(-rollouts // mesh_lib.batch_shards(mesh))
     latent = math.prod(build.latent_shape(config))
@@ -137,17 +136,6 @@ def _memory(config: ConfigDict, mesh: Mesh) -> tuple[dict[str, float], str]:
     return gib, line
 
 
-def _abstract_state(config: ConfigDict) -> Any:
-    """Shapes of what a checkpoint holds."""
-    optimizer, exponent = build.optimizer(config.train), build.ema_exponent(config.train)
-
-    def init(base: Any) -> state.TrainState:
-        params = build.trained_params(config, base)
-        return state.init_state(params, optimizer, ema=exponent is not None, old=config.objective.name == "nft")
-
-    return jax.eval_shape(init, build.abstract_params(config))
-
-
 def _files(path: str) -> int:
     """Bytes of a file, or of a folder's weights."""
     if not path:
@@ -164,7 +152,7 @@ def _bytes(mesh: Mesh, tree: Any) -> float:
 
 def _disk(config: ConfigDict, workdir: Path) -> tuple[float, str]:
     """Checkpoints in the workdir; latents, and features of captions where they are cached, beside the videos."""
-    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(_abstract_state(config)))
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(build.abstract_state(config)))
     needs = {workdir: held * (config.checkpoint.keep + 1) / GIB}
     data = Path(config.data.path)
     if config.data.name == "videos" and (data / "videos").is_dir() and not latent_cache.exists(data / source.LATENTS):
@@ -207,8 +195,8 @@ def _data(config: ConfigDict) -> tuple[Any, str]:
 
 def _prompts(config: ConfigDict) -> tuple[Any, str]:
     _, _, height, width = build.data_set(config).video_shape
+    prompts = build.read_prompts(config, "eval.prompts")
     try:
-        prompts = read_prompts(config.eval.prompts)
         for picture in {p.image for p in prompts if p.image}:
             read_image(picture, height, width)
     except ValueError as error:
@@ -268,13 +256,8 @@ def _text_statistics(config: ConfigDict, features: Any) -> str:
     )
 
 
-def _network(config: ConfigDict, report: _Report) -> tuple[Any, str]:
-    mesh = report.need("devices")
-    if config.model.checkpoint:
-        params = build.pretrained_params(config, mesh)
-    else:
-        report.need("codec")
-        params = build.init_params(config, build.build(config, without_text=True), jax.random.key(config.seed))
+def _network(config: ConfigDict, mesh: Mesh) -> tuple[Any, str]:
+    params = build.init_params(config, mesh, jax.random.key(config.seed))
     denoise = build.denoiser(config, config.process.name, mesh)
     C, T, H, W = build.latent_shape(config)
     shape = (mesh_lib.batch_shards(mesh), C, min(T, 3), min(H, 16), min(W, 16))
@@ -290,7 +273,7 @@ def _network(config: ConfigDict, report: _Report) -> tuple[Any, str]:
     return params, f"{count:,} parameters ({origin}); one forward: std {y.std():.3f} of an input of std {x.std():.3f}"
 
 
-def data_caption(config: ConfigDict) -> str:
+def _caption(config: ConfigDict) -> str:
     """A caption that the text encoder and the scorers take."""
     words = build.data_set(config)
     return CAPTIONS[0] if isinstance(words, source.Videos) else words.evaluation_prompts(1)["caption"][0]
@@ -298,7 +281,7 @@ def data_caption(config: ConfigDict) -> str:
 
 def _sidecar(config: ConfigDict, workdir: Path, report: _Report) -> tuple[Any, str]:
     _, latents = report.need("codec")
-    caption = data_caption(config)
+    caption = _caption(config)
     book = Logbook(workdir, primary=False, tensorboard=False)
     mesh = report.need("devices")
     text = build.build_text(config, mesh) if config.text_encoder.where == "sidecar" else None

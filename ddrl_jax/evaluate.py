@@ -33,8 +33,8 @@ from ddrl_jax.monitor import read_signals
 from ddrl_jax.rewards.mixing import scorer_of
 
 HELDOUT_DRAWS = 4  # noise levels a held-out clip
-SHOWN = 64  # clips kept on disk for the report, each edge at most
-THUMBNAIL = 320  # pixels
+SHOWN = 64  # clips kept on disk for the report, fewer of large ones ...
+THUMBNAIL = 320  # ... each edge of so many pixels at most
 _SHOWN_BYTES, _DECODED_BYTES = 256 << 20, 512 << 20
 LABELS = {
     "reward": "Reward",
@@ -70,14 +70,16 @@ class Evaluator:
         with book.working("judge: made of clips of its own"):
             seed, steps = config.eval.seed, config.eval.judge_steps
             self._judge = data.judge(workdir / "judge.npz", seed=seed, steps=steps, say=book.say)
-        real = data.heldout_clips(count)
-        values, self._real_features = self._judge(real.get("video"), setup.latents(real), real)
+        # One list of clips serves both: its first ones are what a shorter list would hold.
+        heldout = data.heldout_clips(max(count, config.eval.heldout_clips))
+        latents = setup.latents(heldout)
+        real = {name: column[:count] for name, column in heldout.items()}
+        values, self._real_features = self._judge(real.get("video"), latents[:count], real)
         for name, value in values.items():
             book.say(f"{name}: {value.mean():.1%} of {len(value)} real held-out clips")
 
-        heldout = data.heldout_clips(config.eval.heldout_clips)
-        self._heldout_x0 = setup.latents(heldout)
-        self._heldout_captions = heldout["caption"]
+        self._heldout_x0 = latents[: config.eval.heldout_clips]
+        self._heldout_captions = heldout["caption"][: config.eval.heldout_clips]
         # Of clips that come in several shapes the held-out ones have the most common one, and so have the samples.
         self._shape = self._heldout_x0.shape[1:]
         self._first_NCHW = self._first_frames()
@@ -443,7 +445,7 @@ def run(config: ConfigDict, workdir: Path) -> bool:
         if config.lora.rank > 0:  # `read_weights` has compared its base
             params = build.with_base(config, setup, build.pretrained_params(config, setup.mesh)).network(params)
     else:
-        step, params = 0, build.init_params(config, setup, key=None)
+        step, params = 0, build.init_params(config, setup.mesh, key=None)
     probe, lock = scoring.probe(config, setup), build.own_workdir(workdir)
     book = Logbook(workdir, primary=jax.process_index() == 0, **config.log)
     try:

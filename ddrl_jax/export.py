@@ -20,14 +20,13 @@ import jax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from ddrl_jax import build, state
+from ddrl_jax import build
 from ddrl_jax.checkpoint import save_pretrained, torch_files
 from ddrl_jax.checkpoint.lora_files import save_lora
 from ddrl_jax.checkpoint.manager import Checkpoints, UnreadableError
 from ddrl_jax.config import ConfigError, check_same_run
 from ddrl_jax.models.lora import Lora, merge_lora
 from ddrl_jax.parallel import mesh as mesh_lib
-from ddrl_jax.rewards import environment
 
 RECORD = "export.json"
 FILES = {"safetensors": "model.safetensors", "pt": "model.pt"}
@@ -62,8 +61,7 @@ def run(config: ConfigDict, workdir: Path, *, arguments: Sequence[str] = ()) -> 
     try:
         if export.format == "pt":
             # Looked for before minutes of reading; the sidecar's own environment has torch.
-            env = config.reward.env
-            python = torch_files.interpreter(environment.env_python(env) if env not in ("", "this") else None)
+            python = torch_files.interpreter(build.torch_python(config))
         step, params = read_weights(config, workdir, export.weights, None if export.step < 0 else export.step)
         # Unasked, every export has a folder of its own: a checkpoint that it was made of may be gone.
         kind = "-adapter" if export.lora == "separate" else ""
@@ -117,19 +115,13 @@ def read_weights(config: ConfigDict, workdir: Path, weights: str, step: int | No
       ConfigError: no readable checkpoint, or a run without EMA.
     """
     build.check_adapter_base(config, workdir)
-    exponent = build.ema_exponent(config.train)
-    if weights == "ema" and exponent is None:
+    if weights == "ema" and config.train.ema_rate == 0:
         raise ConfigError("config.export.weights='ema': the run keeps none (train.ema_rate is 0); take raw")
-    optimizer = build.optimizer(config.train)
-
-    def init(base: Any) -> state.TrainState:
-        params = build.trained_params(config, base)
-        return state.init_state(params, optimizer, ema=exponent is not None, old=config.objective.name == "nft")
 
     def skipped(tree: Any) -> Any:
         return jax.tree.map(lambda _: ..., tree)
 
-    like = jax.eval_shape(init, build.abstract_params(config))
+    like = build.abstract_state(config)
     placed = mesh_lib.fsdp_sharding(build.make_mesh(config), like)
     like = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like, placed)
     others = {

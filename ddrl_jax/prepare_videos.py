@@ -20,7 +20,6 @@ from ddrl_jax import build, scoring, train
 from ddrl_jax.config import ConfigError, check_same_run, get
 from ddrl_jax.data import source, video_folder
 from ddrl_jax.data.latent_cache import CacheWriter, LatentCache
-from ddrl_jax.data.prompts import Prompt, read_prompts
 from ddrl_jax.logbook import Logbook
 from ddrl_jax.prepare import sampler
 
@@ -114,6 +113,13 @@ def _here(config: ConfigDict) -> ConfigDict:
     return here
 
 
+def _at(config: ConfigDict, out: Path) -> ConfigDict:
+    """The config whose data.path is `out`."""
+    there = config.copy_and_resolve_references()
+    there.data.path = str(out)
+    return there
+
+
 def _encode(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool:
     data = config.data
     if not (Path(data.path) / "videos").is_dir() and (out / source.LATENTS).is_dir():
@@ -168,24 +174,21 @@ def _encode(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool:
 
 def _synthesise(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool:
     """prepare.clips samples of the base, in landscape, of the prompts again and again."""
-    prompts, count, size = _prompts(config, "prepare.prompts"), config.prepare.clips, config.eval.chunk
+    prompts, count, size = build.read_prompts(config, "prepare.prompts"), config.prepare.clips, config.eval.chunk
     if config.text_encoder.where == "cached" and not _store_features(
         config, out, [p.caption for p in prompts], book, stop
     ):
         return False
-    there = config.copy_and_resolve_references()
-    there.data.path = str(out)
-    setup = build.build(there)
+    setup = build.build(_at(config, out))
     if config.pretrain.from_run:
         train.check_base(config)
         params = train.load_base(config, setup, book)
     else:
-        params = build.init_params(config, setup, jax.random.key(config.seed))
+        params = build.init_params(config, setup.mesh, jax.random.key(config.seed))
     draw = sampler(config, setup)
+    checkpoint = config.model.checkpoint
     made = {
-        "base": build.signature(config.model.checkpoint, "model.checkpoint")
-        if config.model.checkpoint
-        else config.pretrain.from_run,
+        "base": build.signature(checkpoint, "model.checkpoint") if checkpoint else config.pretrain.from_run,
         "prompts": [p.caption for p in prompts],
         "seed": config.seed,
         "num_steps": config.eval.num_steps,
@@ -225,16 +228,9 @@ def _writer(config: ConfigDict, out: Path, made: dict[str, Any] | None = None) -
     return CacheWriter(folder, fingerprint, max(1, SHARD_BYTES // clip_bytes))
 
 
-def _prompts(config: ConfigDict, field: str) -> list[Prompt]:
-    try:
-        return read_prompts(get(config, field))
-    except ValueError as error:
-        raise ConfigError(f"config.{field}={get(config, field)!r}: {error}") from error
-
-
 def _asked(config: ConfigDict) -> list[str]:
     """The captions of evaluations that are not those of held-out clips."""
-    return [p.caption for p in _prompts(config, "eval.prompts")] if config.eval.prompts else []
+    return [p.caption for p in build.read_prompts(config, "eval.prompts")] if config.eval.prompts else []
 
 
 def _embed(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool:
@@ -244,9 +240,7 @@ def _embed(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool:
 
 
 def _store_features(config: ConfigDict, out: Path, captions: list[str], book: Logbook, stop: Any) -> bool:
-    there = config.copy_and_resolve_references()
-    there.data.path = str(out)
-    features = build.text_cache(there)
+    features = build.text_cache(_at(config, out))
     todo = features.missing(captions)
     if not todo:
         return True

@@ -120,7 +120,7 @@ def run(config: ConfigDict, workdir: Path, make_evaluator: Callable[..., Evaluat
                 base = [load_base(config, setup, book)]
             elif config.model.checkpoint:
                 with book.working(f"network: read from {config.model.checkpoint}"):
-                    base = [build.init_params(config, setup, key=None)]
+                    base = [build.init_params(config, setup.mesh, key=None)]
             # Only now: a start that bad input ended must not bind the workdir to that input.
             if jax.process_index() == 0 and not (workdir / "config.json").exists():
                 write_text(workdir / "config.json", to_json(config))
@@ -224,7 +224,7 @@ def pretrain(
 
 def _fresh_state(config: ConfigDict, setup: build.Setup) -> state.TrainState:
     """The pre-training's state at step 0."""
-    params = build.init_params(config, setup, jax.random.fold_in(jax.random.key(config.seed), INIT))
+    params = build.init_params(config, setup.mesh, jax.random.fold_in(jax.random.key(config.seed), INIT))
     return build.train_state(setup, params, build.optimizer(config.pretrain), build.ema_exponent(config.pretrain))
 
 

@@ -41,7 +41,7 @@ def _evaluator(workdir, chunk=8, client=None):
     setup = build.build(config)
     client = client or _Client()
     evaluator = evaluate.Evaluator(config, setup, client, workdir, Logbook(workdir, tensorboard=False))
-    params = build.init_params(config, setup, jax.random.key(0))
+    params = build.init_params(config, setup.mesh, jax.random.key(0))
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(1), len(leaves))
     params = tree.unflatten([p + 0.05 * jax.random.normal(k, p.shape) for k, p in zip(keys, leaves, strict=True)])

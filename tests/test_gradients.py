@@ -26,7 +26,7 @@ def _setup(**objective):
     for name, value in objective.items():
         config.objective[name] = value
     setup = build.build(config)
-    params = build.init_params(config, setup, jax.random.key(0))
+    params = build.init_params(config, setup.mesh, jax.random.key(0))
     # The network starts at zero: move it, so that every gradient is exercised.
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(1), len(leaves))
@@ -190,7 +190,7 @@ def _one_update(mesh):
     config.mesh.replica, config.mesh.fsdp, config.mesh.context = mesh
     setup = build.build(config)
     optimizer = build.optimizer(config.train)
-    s = build.train_state(setup, build.init_params(config, setup, jax.random.key(0)), optimizer, 6.9)
+    s = build.train_state(setup, build.init_params(config, setup.mesh, jax.random.key(0)), optimizer, 6.9)
     context = build.to_global(setup.mesh, np.asarray(jax.random.normal(jax.random.key(2), (8, 10, 8))))
     x0 = build.to_global(setup.mesh, np.asarray(jax.random.normal(jax.random.key(5), (8, *setup.latent_shape))))
 

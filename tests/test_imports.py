@@ -10,6 +10,7 @@ from .paths import ROOT
 
 PACKAGE = ROOT / "ddrl_jax"
 RANK = {
+    "files": 0,
     "diffusion": 0,
     "rl": 1,
     "parallel": 2,

@@ -39,7 +39,7 @@ def tiny_config(**fields):
 def base_state(config, setup):
     """A state of finished pre-training whose raw weights and EMA are two networks."""
     optimizer, exponent = build.optimizer(config.pretrain), build.ema_exponent(config.pretrain)
-    state = build.train_state(setup, build.init_params(config, setup, jax.random.key(0)), optimizer, exponent)
+    state = build.train_state(setup, build.init_params(config, setup.mesh, jax.random.key(0)), optimizer, exponent)
 
     def moved(tree, seed):
         leaves, form = jax.tree.flatten(tree)

@@ -34,7 +34,7 @@ def digest(workdir, step=TOTAL):
     config.mesh.context = 8  # the test process has eight devices; nothing is cut over context
     setup = build.build(config)
     optimizer, exponent = build.optimizer(config.train), build.ema_exponent(config.train)
-    params = build.init_params(config, setup, jax.random.key(0))
+    params = build.init_params(config, setup.mesh, jax.random.key(0))
     checkpoints = Checkpoints(workdir / "checkpoints/ddrl", read_only=True)
     found, state = checkpoints.restore(build.train_state(setup, params, optimizer, exponent))
     assert found == step

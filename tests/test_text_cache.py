@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ddrl_jax.data import files, text_cache
+from ddrl_jax import files
+from ddrl_jax.data import text_cache
 from ddrl_jax.data.text_cache import TextCache
 
 SIZE = {"length": 5, "dim": 6}

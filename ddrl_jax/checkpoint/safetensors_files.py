@@ -6,17 +6,17 @@ being whole in memory. Knows nothing of networks.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from ddrl_jax.files import whole
 
 Tensors = Mapping[str, np.ndarray]
 
@@ -170,7 +170,7 @@ def write_file(
         offset += spec.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with whole(file) as stream:
+    with whole(file) as partial, partial.open("wb") as stream:
         stream.write(struct.pack("<Q", len(text)) + text)
         for spec, tensor in zip(specs, tensors, strict=True):
             if (tensor.dtype, tensor.shape) != (spec.dtype, spec.shape):
@@ -207,17 +207,5 @@ def write_folder(
 
 def write_text(file: Path, text: str) -> None:
     """Writes a small file, whole or not at all."""
-    with whole(file) as stream:
-        stream.write(text.encode())
-
-
-@contextlib.contextmanager
-def whole(file: Path) -> Iterator[IO[bytes]]:
-    """A stream that becomes `file` when its block ends well: written beside it, then renamed."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as stream:
-            yield stream
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole(file) as partial:
+        partial.write_text(text)

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from ddrl_jax.data import files
+from ddrl_jax import files
 
 FORMAT = 1
 _MAX_HEADER = 1 << 20

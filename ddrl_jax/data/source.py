@@ -23,6 +23,7 @@ from ddrl_jax.data.prompts import read_prompts
 from ddrl_jax.data.video import read_image
 from ddrl_jax.models import digit_judge
 from ddrl_jax.models.pixel_features import PixelFeatures
+from ddrl_jax.models.wan_vae import WanVAEConfig
 
 JUDGE_CLIPS = 20_000  # of digits, rendered from the judge's own scans
 LATENTS = "latents"  # the folder in data.path
@@ -276,7 +277,8 @@ class Videos:
         clips, index = self._heldout()
         if self.prompts:
             asked = read_prompts(self.prompts)
-            height, width = (8 * n for n in clips.shapes[index[0]][2:])  # the orientation that is evaluated
+            # The orientation that is evaluated.
+            _, _, height, width = WanVAEConfig().video_shape(clips.shapes[index[0]])
             pictures = {p.image: read_image(p.image, height, width) for p in asked if p.image}
             rows = [(asked[i % len(asked)], i // len(asked)) for i in range(count)]
             return {

@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from ddrl_jax.data import files
+from ddrl_jax import files
 
 _INDEX = "index.json"
 _AGAIN = "remove it and run --mode=prepare"

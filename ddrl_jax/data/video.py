@@ -24,7 +24,7 @@ import av
 import numpy as np
 from PIL import Image, ImageOps
 
-from ddrl_jax.data import files
+from ddrl_jax import files
 
 PathLike = str | os.PathLike[str]
 
