@@ -196,19 +196,15 @@ class Evaluator:
             ),
         )
         judged, features, looks, pixels = self._look(step, np.nan_to_num(latents), write=full)
-        results = [t.result() for t in tickets]
-        scores = {
-            name: np.concatenate([r.scores.get(name, np.full(len(r.valid), np.nan, np.float32)) for r in results])
-            for name in sorted({n for r in results for n in r.scores})
-        }
-        totals = [scoring.total_reward(r, self.config) for r in results]
-        reward = np.where(np.concatenate([v for _, v in totals]), np.concatenate([r for r, _ in totals]), np.nan)
+        got = rewards.joined([t.result() for t in tickets])
+        reward, valid = scoring.total_reward(got, self.config)
+        reward = np.where(valid, reward, np.nan)
         weights = self.config.reward.weights.to_dict()
         obeyed = {scorer_of(n) for n, w in weights.items() if w} | set(map(scorer_of, self.config.reward.gates))
         judges = set(map(scorer_of, weights)) - obeyed
         values = {
             "reward": reward,
-            **{f"judge/{n}" if scorer_of(n) in judges else n: v for n, v in scores.items()},
+            **{f"judge/{n}" if scorer_of(n) in judges else n: v for n, v in sorted(got.scores.items())},
             **{name: np.where(finite, v, np.nan) for name, v in judged.items()},
         }
         if not finite.all():
@@ -223,9 +219,8 @@ class Evaluator:
             few = config.clips_during
             curve = {name: _mean(v[:few]) for name, v in values.items()}
             curve |= {f"image/{name}": _mean(np.where(finite, v, np.nan)[:few]) for name, v in looks.items()}
-        reasons = {r.reason for r in results if r.reason}
-        if reasons:
-            self.book.say(f"evaluation at {step}: {int(np.isnan(reward).sum())} rewards invalid: {'; '.join(reasons)}")
+        if got.reason:
+            self.book.say(f"evaluation at {step}: {int(np.isnan(reward).sum())} rewards invalid: {got.reason}")
         shown = ("reward", *(n for n in values if n.startswith("judge")), "frechet", "heldout_loss")
         self.book.say(f"evaluation at {step}: " + "  ".join(f"{n} {metrics[n]:.4g}" for n in shown if n in metrics))
         return metrics | curve if full else metrics

@@ -9,7 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from ddrl_jax.rewards import ConfigurationFault, RewardClient, total_reward, weighted_names
+from ddrl_jax.rewards import ConfigurationFault, RewardClient, Scores, joined, total_reward, weighted_names
+from ddrl_jax.rewards import client as client_module
 from ddrl_jax.sidecar import protocol
 
 # A server in the standard library that speaks the protocol, but for one fault. A sample's score is its mean.
@@ -142,6 +143,32 @@ def test_the_whole_way(start):
                                 "video_infos": [{"video_fps": 8.0}] * 4}  # fmt: skip
     assert fields["shape"] == [4, 3, 1, 1, 1] and fields["dtype"] == "float32"
     assert fields["replica"] == "r7" and fields["type"] == ["s"]
+
+
+def test_a_large_batch_goes_in_several_requests_and_comes_back_whole(start, monkeypatch):
+    sizes = []
+    collect = RewardClient._collect
+
+    def counted(self, array, prompts):
+        sizes.append((len(array), len(prompts)))
+        return collect(self, array, prompts)
+
+    monkeypatch.setattr(RewardClient, "_collect", counted)
+    monkeypatch.setattr(client_module, "_REQUEST_BYTES", X[:2].nbytes)
+    array = np.arange(7 * 3, dtype=np.float32).reshape(7, 3, 1, 1, 1)
+    array[4] = np.nan
+    client = start("none")
+    out = client.submit(array, list("abcdefg")).result()
+    assert sum(n for n, _ in sizes) == 7 and len(sizes) == 4 and all(n == m for n, m in sizes)
+    means = array.reshape(7, 3).mean(1)
+    np.testing.assert_allclose(out.scores["s/overall"], np.where(np.isnan(means), np.nan, means))
+    np.testing.assert_array_equal(out.valid, ~np.isnan(means))
+    assert "not finite" in out.reason and seen(client)["enqueue"] >= 3
+
+    # A request that is lost masks its own samples only.
+    out = joined([out, Scores({}, np.zeros(2, bool), "lost", 1.0, 3)])
+    assert out.valid.sum() == 6 and len(out.valid) == 9 and np.isnan(out.scores["s/overall"][7:]).all()
+    assert out.reason.endswith("; lost") and out.attempts == 3
 
 
 def test_submit_returns_before_the_scores_are_there(start):

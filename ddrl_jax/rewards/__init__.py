@@ -3,7 +3,7 @@
 Needs numpy, httpx and pydantic; knows neither torch nor jax.
 """
 
-from .client import RewardClient, Scores, Ticket
+from .client import RewardClient, Scores, Ticket, joined
 from .environment import ConfigurationFault, check_environment, env_python, train_scorer
 from .mixing import gated, passes_gates, total_reward, weighted_names
 from .sidecar import Sidecar, launch
@@ -21,6 +21,7 @@ __all__ = [
     "embed_captions",
     "env_python",
     "gated",
+    "joined",
     "launch",
     "passes_gates",
     "total_reward",

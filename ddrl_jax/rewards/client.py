@@ -234,7 +234,7 @@ class RewardClient:
             parts = pool.map(
                 lambda rows: self._collect(array[slice(*rows)], prompts[slice(*rows)]), itertools.pairwise(edges)
             )
-            return _joined(list(parts))
+            return joined(list(parts))
 
     def _collect(self, array: np.ndarray, prompts: list[str]) -> Scores:
         began = time.monotonic()
@@ -430,8 +430,8 @@ def _columns(answer: httpx.Response, scorer: str, count: int) -> dict[str, np.nd
     return columns
 
 
-def _joined(parts: list[Scores]) -> Scores:
-    """The scores of a batch that went in several requests; NaN where a request lacks one."""
+def joined(parts: Sequence[Scores]) -> Scores:
+    """The scores of a batch that went in several parts, at least one; NaN where a part lacks one."""
     names = dict.fromkeys(name for part in parts for name in part.scores)
     columns = {
         name: np.concatenate([p.scores.get(name, np.full(len(p.valid), np.nan, np.float32)) for p in parts])
