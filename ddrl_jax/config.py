@@ -18,7 +18,7 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 # What may change between the first start of a run and a later one in the same workdir.
-MAY_DIFFER = ("train.steps", "mesh", "log", "checkpoint", "monitor", "reward.url", "prepare", "study", "export")
+MAY_DIFFER = ("train.steps", "mesh", "log", "checkpoint", "monitor", "reward.url", "prepare", "study", "export", "plan")
 
 PROCESS_FIELDS = {
     "edm_churn": [
@@ -29,6 +29,8 @@ PROCESS_FIELDS = {
     "dance_sde": ["eta", "shift"],
     "flow_cps": ["noise_level", "shift"],
 }
+REMAT = ("none", "full", "save-attention", "save-attention-mlp", "save-qkv", "save-most", "offload")
+ATTENTION = ("auto", "xla", "cudnn", "splash")
 OBJECTIVES = ("ddrl", "dance_grpo", "flow_grpo", "nft", "rft", "sft")
 RATIO_OBJECTIVES = ("ddrl", "dance_grpo", "flow_grpo")  # those with a policy gradient on recorded steps
 
@@ -99,7 +101,8 @@ def default() -> ConfigDict:
                 "adaln_rank": 32,
                 "context_dim": 128,
                 "dtype": "float32",  # of the compute; parameters are always float32
-                "remat": "none",  # none | full
+                "remat": "none",  # what the backward pass finds kept: REMAT below, CosmosDiTConfig says what each is
+                "attention": "auto",  # auto (what suits the hardware) | xla | cudnn | splash
             },
             "lora": {
                 "rank": 0,  # of low-rank adapters, which alone are trained; 0 trains every parameter
@@ -110,6 +113,7 @@ def default() -> ConfigDict:
             "rollout": {
                 "conditions": 8,  # conditions (prompts) an iteration
                 "group_size": 8,  # rollouts a condition
+                "micro_batch": 0,  # rollouts an evaluation of the network; 0 is all of them at once
                 "num_steps": 20,
                 "steps": "fixed",  # which steps are trained: fixed | random (DanceGRPO) | window (MixGRPO)
                 "trained_steps": tuple(range(0, 19, 2)),  # of "fixed": every other step (paper, practice section)
@@ -165,6 +169,7 @@ def default() -> ConfigDict:
             "train": {
                 "steps": 100,  # RL iterations
                 "micro_batch": 32,  # rollouts a gradient evaluation
+                "trajectory": "device",  # where recorded steps wait for their gradient: device | host (its memory)
                 "updates_per_rollout": 1,
                 "learning_rate": 1e-5,
                 "warmup_steps": 50,  # multiplier from 1e-6 to 1, then constant
@@ -217,7 +222,12 @@ def default() -> ConfigDict:
                 "process": _process(""),  # of the evaluations' sampler and held-out loss; "" is the run's own
             },
             "checkpoint": {"every": 50, "keep": 2, "pretrain_every": 500},
-            "log": {"every": 1, "tensorboard": True, "wandb": ""},  # wandb: a project's name, "" off
+            "log": {
+                "every": 1,
+                "tensorboard": True,
+                "wandb": "",  # a project's name, "" off
+                "step_grad_norms": True,  # of each trained step; with micro-batches they cost a gradient's memory
+            },
             "monitor": {
                 "on_hacking": "warn",  # warn | stop | rollback (to the last clean evaluation, and stop there)
                 "heldout_loss_limit": 0.10,
@@ -237,6 +247,10 @@ def default() -> ConfigDict:
                 "seeds": (0,),
                 "workers": 2,  # arms at once, each pinned to its share of the cores
                 "arms": ConfigDict({}),  # name -> {label, group, set: {a part of a config}}
+            },
+            "plan": {  # --mode=plan
+                "target": "",  # h100:N | h200:N | b200:N | v5e:AxB | v5p:AxBxC | v6e:AxB | cpu:N
+                "json": "",  # a file that the whole plan is written to; "": none
             },
             "export": {  # --mode=export
                 "format": "safetensors",  # safetensors (official names) | pt | diffusers
@@ -346,7 +360,20 @@ def validate(config: ConfigDict) -> None:
     _require(
         config.model.dtype in ("float32", "bfloat16"), "model.dtype", config.model.dtype, "must be float32 or bfloat16"
     )
-    _require(config.model.remat in ("none", "full"), "model.remat", config.model.remat, "must be none or full")
+    _require(
+        config.train.trajectory in ("device", "host"),
+        "train.trajectory",
+        config.train.trajectory,
+        "must be device or host",
+    )
+    _require(
+        config.train.trajectory == "device" or config.train.updates_per_rollout == 1,
+        "train.trajectory",
+        config.train.trajectory,
+        f"must be device with train.updates_per_rollout={config.train.updates_per_rollout}: host is for one update",
+    )
+    for field, known in (("model.remat", REMAT), ("model.attention", ATTENTION)):
+        _require(get(config, field) in known, field, get(config, field), "must be one of " + ", ".join(known))
 
     _require(
         config.objective.name in OBJECTIVES,
@@ -745,18 +772,20 @@ def _validate_rollout(config: ConfigDict) -> None:
         tuple(rollout.trained_steps),
         "must be distinct",
     )
-    _require(
-        train.micro_batch % rollout.group_size == 0,
-        "rollout.group_size",
-        rollout.group_size,
-        f"must divide train.micro_batch={train.micro_batch} (a group is never split over micro-batches)",
-    )
-    _require(
-        batch % train.micro_batch == 0,
-        "train.micro_batch",
-        train.micro_batch,
-        f"must divide the batch, rollout.conditions * rollout.group_size = {batch}",
-    )
+    for field, size in (("train.micro_batch", train.micro_batch), ("rollout.micro_batch", rollout.micro_batch)):
+        _require(size >= 0, field, size, "must be at least 0")
+        _require(
+            size == 0 or size % rollout.group_size == 0 or rollout.group_size % size == 0,
+            field,
+            size,
+            f"must be a multiple of rollout.group_size={rollout.group_size}, or divide it",
+        )
+        _require(
+            size == 0 or batch % size == 0,
+            field,
+            size,
+            f"must divide the batch, rollout.conditions * rollout.group_size = {batch}",
+        )
     _require(
         batch % (train.micro_batch * train.updates_per_rollout) == 0,
         "train.updates_per_rollout",

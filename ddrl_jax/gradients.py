@@ -10,15 +10,19 @@ micro-batch.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from ddrl_jax import build
+from ddrl_jax.diffusion.guidance import Denoiser, replace_dropped
 from ddrl_jax.diffusion.sampler import Trajectory, step_mean
+from ddrl_jax.parallel import mesh as mesh_lib
 from ddrl_jax.rl.loss import DataBatch, loss_fn
 from ddrl_jax.rl.nft import nft_loss, optimality
 from ddrl_jax.rl.objective import Objective
@@ -27,50 +31,96 @@ PER_ROLLOUT = ("x", "x_next", "mean_old", "prev_x0")  # of a Trajectory: (K, B, 
 PER_LIVE_SLOT = ("ratio_mean", "clip_fraction")  # metrics of loss_fn that are means over slots of weight > 0
 
 
-def micro_batches(x_BX: jax.Array, count: int, group: int) -> jax.Array:
-    """(B, ...) -> (count, B/count, ...), groups whole: micro-batch i holds groups i, i + count, i + 2 count, ...
+def micro_batches(x_BX: jax.Array, count: int, run: int) -> jax.Array:
+    """(B, ...) -> (count, B/count, ...), in runs of neighbours: micro-batch i holds runs i, i + count, i + 2 count, ...
 
     Strided, so that a batch cut over devices stays where it is.
     """
     shape = x_BX.shape[1:]
-    return jnp.moveaxis(x_BX.reshape(-1, count, group, *shape), 1, 0).reshape(count, -1, *shape)
+    return jnp.moveaxis(x_BX.reshape(-1, count, run, *shape), 1, 0).reshape(count, -1, *shape)
 
 
-def pick_conditions(cond: dict[str, Any], count: int, i: jax.Array) -> dict[str, Any]:
-    """Micro-batch i of `count` of a condition whose leaves hold one entry a group."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(micro_batches(x, count, 1), i, 0, keepdims=False), cond)
+@dataclasses.dataclass(frozen=True)
+class MicroBatches:
+    """A batch of G groups of N rollouts as `count` micro-batches of m = G N / count: whole groups, or parts of them.
+
+    Every device takes part in each: where one holds fewer than N rollouts of a micro-batch (`shards` devices cut the
+    batch), its runs are that short.
+    """
+
+    group: int
+    count: int
+    run: int
+
+    @classmethod
+    def of(cls, batch: int, conditions: int, micro_batch: int, shards: int) -> MicroBatches:
+        group, count = batch // conditions, batch // micro_batch
+        on_a_device = micro_batch // shards if micro_batch % shards == 0 else micro_batch
+        return cls(group, count, group if count == 1 else math.gcd(group, on_a_device))
+
+    def rows(self, x_BX: jax.Array, i: jax.Array) -> jax.Array:
+        """Micro-batch i of what there is one of a rollout: (m, ...)."""
+        if self.count == 1:
+            return x_BX
+        return jax.lax.dynamic_index_in_dim(micro_batches(x_BX, self.count, self.run), i, 0, keepdims=False)
+
+    def joined(self, x_PmX: jax.Array) -> jax.Array:
+        """The batch (B, ...) of its micro-batches (count, m, ...)."""
+        shape = x_PmX.shape[2:]
+        return jnp.moveaxis(x_PmX.reshape(self.count, -1, self.run, *shape), 0, 1).reshape(-1, *shape)
+
+    def entries(self, x_GX: jax.Array, i: jax.Array) -> jax.Array:
+        """Micro-batch i of what there is one of a condition: (g, ...), entry e for rows e m/g to (e+1) m/g - 1."""
+        repeats, count = self.group // self.run, self.count  # runs a group, micro-batches
+        if repeats % count == 0:  # all conditions are in every micro-batch
+            return x_GX
+        if count % repeats == 0:  # the conditions are the same in `repeats` micro-batches that follow each other
+            x, i = micro_batches(x_GX, count // repeats, 1), i // repeats
+        else:
+            x = micro_batches(jnp.repeat(x_GX, repeats, axis=0), count, 1)
+        return jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+
+    def conditions(self, cond: dict[str, Any], i: jax.Array) -> dict[str, Any]:
+        """Micro-batch i of a condition whose leaves hold one entry a group."""
+        return jax.tree.map(lambda x: self.entries(x, i), cond)
 
 
-def slice_trajectory(trajectory: Trajectory, k: jax.Array, pick: Callable[[jax.Array], jax.Array]) -> Trajectory:
-    """Recorded step k alone (K = 1), rollouts chosen by `pick` on arrays with a leading B."""
+def at_step(trajectory: Trajectory, k: jax.Array, setup: build.Setup) -> Trajectory:
+    """Recorded step k alone (K = 1), on the device: from the host's memory where the record is there."""
 
-    def at(x: jax.Array | None, rollouts: bool) -> jax.Array | None:
+    def at(x: jax.Array | None, field: str) -> jax.Array | None:
         if x is None:
             return None
-        x = jax.lax.dynamic_index_in_dim(x, k, 0, keepdims=False)
-        return (pick(x) if rollouts else x)[None]
+        x = jax.lax.dynamic_index_in_dim(x, k, 0, keepdims=True)
+        return mesh_lib.on_device(setup.mesh, x) if field in PER_ROLLOUT else x
 
-    changes: dict[str, Any] = {f: at(getattr(trajectory, f), True) for f in PER_ROLLOUT}
-    changes |= {f: at(getattr(trajectory, f), False) for f in ("sigma", "sigma_next", "std", "prev_sigma", "step")}
-    noise = None if trajectory.init_noise is None else pick(trajectory.init_noise)
-    return dataclasses.replace(trajectory, **changes, init_noise=noise)
+    fields = (*PER_ROLLOUT, "sigma", "sigma_next", "std", "prev_sigma", "step")
+    return dataclasses.replace(trajectory, **{f: at(getattr(trajectory, f), f) for f in fields}, init_noise=None)
+
+
+def pick_rollouts(step: Trajectory, pick: Callable[[jax.Array], jax.Array]) -> Trajectory:
+    """One recorded step's rollouts, chosen by `pick` on arrays with a leading B."""
+    fields = {f: getattr(step, f) for f in PER_ROLLOUT}
+    return dataclasses.replace(step, **{f: None if x is None else pick(x[0])[None] for f, x in fields.items()})
 
 
 def _accumulate(
-    gradient: Callable[[Any], tuple[tuple[jax.Array, dict], Any]], params: Any, items: Any, count: int
+    gradient: Callable[[Any], tuple[tuple[jax.Array, dict], Any]], total: Any, items: Any, count: int
 ) -> tuple[jax.Array, dict, Any]:
-    """Mean loss, metrics and gradient over a scan of `count` equal parts.
+    """Mean loss and metrics over a scan of equal parts, and `total` with 1/count of each part's gradient added: the one
+    sum in memory beside the gradient under way.
 
     `*_max` metrics take the largest; those over live slots are weighted by each part's number of them ("live", which
     is summed).
     """
 
-    def body(carry: Any, item: Any) -> tuple[Any, Any]:
+    def body(total: Any, item: Any) -> tuple[Any, Any]:
         (loss, metrics), grads = gradient(item)
-        return jax.tree.map(jnp.add, carry, grads), (loss, {k: v for k, v in metrics.items() if k != "parts"})
+        total = jax.tree.map(lambda t, g: t + g / count, total, grads)
+        return total, (loss, {k: v for k, v in metrics.items() if k != "parts"})
 
-    grads, (losses, metrics) = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), items)
-    return jnp.mean(losses), _reduced(metrics), jax.tree.map(lambda g: g / count, grads)
+    total, (losses, metrics) = jax.lax.scan(body, total, items)
+    return jnp.mean(losses), _reduced(metrics), total
 
 
 def _reduced(metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -98,24 +148,30 @@ def policy_gradient(
     setup: build.Setup,
     micro_batch: int,
     ref_params: Any = None,
+    others: Any = None,
+    step_norms: bool = True,
 ) -> tuple[jax.Array, dict, Any]:
-    """Loss, metrics and gradient of the policy term (and the reverse KL, where asked for): a scan over K of scans over
-    B/m. metrics["step_grad_norm"] (K,) is the norm of each recorded step's own gradient, the mean over rollouts; the
-    gradient is their mean over K. Takes one gradient's memory more than the sum alone would where B > m."""
-    group = adv_B.shape[0] // build.conditions(cond)
-    parts, steps = adv_B.shape[0] // micro_batch, trajectory.sigma.shape[0]
-    objective = dataclasses.replace(setup.objective, data_beta=0.0)
+    """Loss, metrics and gradient of the policy term (and the reverse KL, where asked for): a scan over K and over B/m.
 
-    def of_part(k: jax.Array, i: jax.Array) -> Any:
+    `others`: a gradient that it is added to, the data loss's. `step_norms`: metrics["step_grad_norm"] (K,) is the norm
+    of each recorded step's own gradient, the mean over rollouts; the gradient is their mean over K. Takes a gradient's
+    memory more than the sum alone where B > m.
+    """
+    parts = _parts(setup, adv_B.shape[0], build.conditions(cond), micro_batch)
+    steps = trajectory.sigma.shape[0]
+    objective = dataclasses.replace(setup.objective, data_beta=0.0)
+    total = jax.tree.map(jnp.zeros_like, params) if others is None else others
+
+    def of_part(step: Trajectory, i: jax.Array) -> Any:
         def pick(x: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_index_in_dim(micro_batches(x, parts, group), i, 0, keepdims=False)
+            return _pinned(setup, parts.rows(x, i))
 
         def loss(p: Any) -> Any:
             value, metrics = loss_fn(
                 setup.network(p),
-                slice_trajectory(trajectory, k, pick),
+                pick_rollouts(step, pick),
                 pick(adv_B),
-                pick_conditions(cond, parts, i),
+                parts.conditions(cond, i),
                 None,
                 None,
                 denoise=setup.policy_denoise,
@@ -129,14 +185,26 @@ def policy_gradient(
         return jax.value_and_grad(loss, has_aux=True)(params)
 
     def of_step(total: Any, k: jax.Array) -> Any:
-        loss, metrics, grads = _accumulate(lambda i: of_part(k, i), params, jnp.arange(parts), parts)
-        metrics["step_grad_norm"] = optax.global_norm(grads)
-        return jax.tree.map(jnp.add, total, grads), (loss, metrics)
+        step = at_step(trajectory, k, setup)
+        if parts.count > 1 and not step_norms:
+            loss, metrics, total = _accumulate(
+                lambda i: of_part(step, i), total, jnp.arange(parts.count), parts.count * steps
+            )
+            return total, (loss, metrics)
+        if parts.count > 1:
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            loss, metrics, grads = _accumulate(lambda i: of_part(step, i), zeros, jnp.arange(parts.count), parts.count)
+        else:
+            (loss, metrics), grads = of_part(step, jnp.zeros((), int))
+            metrics.pop("parts")
+        if step_norms:
+            metrics["step_grad_norm"] = optax.global_norm(grads)
+        return jax.tree.map(lambda t, g: t + g / steps, total, grads), (loss, metrics)
 
-    grads, (loss_K, metrics_K) = jax.lax.scan(of_step, jax.tree.map(jnp.zeros_like, params), jnp.arange(steps))
-    norm_K = metrics_K.pop("step_grad_norm")
-    metrics = _reduced(metrics_K) | {"step_grad_norm": norm_K}
-    return jnp.mean(loss_K), metrics, jax.tree.map(lambda g: g / steps, grads)
+    total, (loss_K, metrics_K) = jax.lax.scan(of_step, total, jnp.arange(steps))
+    norm_K = metrics_K.pop("step_grad_norm", None)
+    metrics = _reduced(metrics_K) | ({} if norm_K is None else {"step_grad_norm": norm_K})
+    return jnp.mean(loss_K), metrics, total
 
 
 def nft_gradient(
@@ -154,36 +222,41 @@ def nft_gradient(
     beta: float,
     adv_clip: float,
     draws: int,
+    others: Any = None,
 ) -> tuple[jax.Array, dict, Any]:
-    """Loss, metrics and gradient of DiffusionNFT (`rl.nft.nft_loss`): a scan over B/m."""
-    group, parts = adv_B.shape[0] // build.conditions(cond), adv_B.shape[0] // micro_batch
+    """Loss, metrics and gradient of DiffusionNFT (`rl.nft.nft_loss`), added to `others`: a scan over B/m."""
+    batch = adv_B.shape[0]
+    parts = _parts(setup, batch, build.conditions(cond), micro_batch)
     r_B = optimality(adv_B, adv_clip)
+    draw = _Draws(rng, draws, batch, setup.process)
 
     def gradient(i: jax.Array) -> Any:
         def pick(x: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_index_in_dim(micro_batches(x, parts, group), i, 0, keepdims=False)
+            return _pinned(setup, parts.rows(x, i))
 
         def loss(p: Any) -> Any:
             value, metrics = nft_loss(
                 setup.network(p),
                 pick(x0_BX),
                 pick(r_B),
-                pick_conditions(cond, parts, i),
-                jax.random.fold_in(rng, i),
+                parts.conditions(cond, i),
+                None,
                 denoise=setup.policy_denoise,
                 process=setup.process,
                 old_params=old_params,
                 ref_params=ref_params,
                 beta=beta,
                 kl_beta=setup.objective.kl_beta,
-                draws=draws,
+                sigma=draw.sigma(pick),
+                noise=draw.noise(pick, x0_BX.shape[1:]),
                 sample_weight=pick(weight_B),
             )
             return setup.objective.loss_scale * value, metrics
 
         return jax.value_and_grad(loss, has_aux=True)(params)
 
-    return _accumulate(gradient, params, jnp.arange(parts), parts)
+    total = jax.tree.map(jnp.zeros_like, params) if others is None else others
+    return _accumulate(gradient, total, jnp.arange(parts.count), parts.count)
 
 
 def data_gradient(
@@ -198,37 +271,48 @@ def data_gradient(
     group: int,
     micro_batch: int,
     alive_G: jax.Array | None = None,
+    others: Any = None,
 ) -> tuple[jax.Array, dict, Any]:
-    """Loss, metrics and gradient of the data loss; needs no reward. A condition's N rollouts share x0.
+    """Loss, metrics and gradient of the data loss, added to `others`; needs no reward. A condition's rollouts share x0.
 
     Conditions that are not `alive_G` (bool; None: all are) count as 0 in the mean. data_levels "training": one pass of
     M draws over the rollouts. "rollout": at every trained step, at the rollout's level with its initial noise (Table
-    3's full variant), a scan over K as well.
+    3's full variant), a scan over K as well. Every draw is a rollout's own, whatever the micro-batch.
     """
-    parts = x0_GX.shape[0] * group // micro_batch
+    batch = x0_GX.shape[0] * group
+    parts = _parts(setup, batch, x0_GX.shape[0], micro_batch)
     rollout_levels = objective.data_levels == "rollout"
     steps = trajectory.sigma.shape[0] if rollout_levels and trajectory is not None else 1
+    # Dropped here, for the whole batch: within `loss_fn` it would depend on the micro-batch.
+    drop, objective = objective.cond_dropout, dataclasses.replace(objective, cond_dropout=0.0)
 
     def gradient(item: Any) -> Any:
         k, i = item
 
-        def pick(x: jax.Array, size: int = 1) -> jax.Array:
-            return jax.lax.dynamic_index_in_dim(micro_batches(x, parts, size), i, 0, keepdims=False)
+        def pick(x: jax.Array) -> jax.Array:
+            return _pinned(setup, parts.rows(x, i))
 
-        x0_BX = jnp.repeat(pick(x0_GX), group, axis=0)
-        data = DataBatch(x0=x0_BX, cond=pick_conditions(cond, parts, i), null_cond=setup.null_cond)
-        draw_rng = jax.random.fold_in(rng, k * parts + i)
-        if alive_G is not None:
-            sigma_key, draw_rng = jax.random.split(draw_rng)
-            sigma_MB = setup.process.draw_sigma(sigma_key, (objective.data_draws, x0_BX.shape[0]))
-            weight_MB = setup.process.loss_weight(sigma_MB) * jnp.repeat(pick(alive_G), group)
-            data = dataclasses.replace(data, sigma=sigma_MB, weight=weight_MB)
+        def repeat(x: jax.Array) -> jax.Array:
+            own = parts.entries(x, i)
+            return jnp.repeat(own, micro_batch // own.shape[0], axis=0)
+
+        x0_BX = _pinned(setup, repeat(x0_GX))
+        draw_key, drop_key = jax.random.split(jax.random.fold_in(rng, k))
+        own = parts.conditions(cond, i)
+        if drop > 0:
+            dropped_G = jax.random.bernoulli(drop_key, drop, (x0_GX.shape[0],))
+            own = replace_dropped(parts.entries(dropped_G, i), own, setup.null_cond)
         if rollout_levels:
             assert trajectory is not None and trajectory.init_noise is not None, "rollout levels need the rollout"
             sigma = jax.lax.dynamic_index_in_dim(trajectory.sigma, k, 0, keepdims=False)
-            data = dataclasses.replace(
-                data, sigma=jnp.full((1, micro_batch), sigma), noise=pick(trajectory.init_noise, group)
-            )
+            sigma_MB, noise = jnp.full((1, micro_batch), sigma), pick(trajectory.init_noise)
+        else:
+            draw = _Draws(draw_key, objective.data_draws, batch, setup.process)
+            sigma_MB, noise = draw.sigma(pick), draw.noise(pick, x0_BX.shape[1:])
+        weight_MB = None
+        if alive_G is not None:
+            weight_MB = setup.process.loss_weight(sigma_MB) * repeat(alive_G)
+        data = DataBatch(x0=x0_BX, cond=own, sigma=sigma_MB, noise=noise, weight=weight_MB)
 
         def loss(p: Any) -> Any:
             return loss_fn(
@@ -237,7 +321,7 @@ def data_gradient(
                 None,
                 None,
                 data,
-                draw_rng,
+                None,
                 denoise=setup.denoise,
                 process=setup.process,
                 objective=objective,
@@ -245,16 +329,72 @@ def data_gradient(
 
         return jax.value_and_grad(loss, has_aux=True)(params)
 
-    items = (jnp.repeat(jnp.arange(steps), parts), jnp.tile(jnp.arange(parts), steps))
-    return _accumulate(gradient, params, items, steps * parts)
+    items = (jnp.repeat(jnp.arange(steps), parts.count), jnp.tile(jnp.arange(parts.count), steps))
+    total = jax.tree.map(jnp.zeros_like, params) if others is None else others
+    return _accumulate(gradient, total, items, steps * parts.count)
 
 
-def replay_gap(params: Any, trajectory: Trajectory, cond: dict[str, Any], setup: build.Setup) -> jax.Array:
-    """(K,) max |mean - mean_old| / std of the replayed policy: rollout and training must be the same function."""
+def in_parts(denoise: Denoiser, micro_batch: int, mesh: Mesh) -> Denoiser:
+    """`denoise` for `micro_batch` samples at a time, at a time's memory: for rollouts, without gradients."""
 
+    def denoise_in_parts(params: Any, x: jax.Array, sigma_B: jax.Array, cond: dict[str, Any]) -> jax.Array:
+        groups = next(leaf.shape[0] for leaf in jax.tree.leaves(cond))
+        parts = MicroBatches.of(x.shape[0], groups, micro_batch, mesh_lib.batch_shards(mesh))
+
+        def part(i: jax.Array) -> jax.Array:
+            own = mesh_lib.pin_latents(mesh, parts.rows(x, i))
+            return denoise(params, own, parts.rows(sigma_B, i), parts.conditions(cond, i))
+
+        return parts.joined(jax.lax.map(part, jnp.arange(parts.count)))
+
+    return denoise_in_parts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draws:
+    """M levels and unit noises a rollout, the same in whichever micro-batch it is."""
+
+    key: jax.Array
+    draws: int
+    batch: int
+    process: Any
+
+    def sigma(self, pick: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """(M, m)."""
+        sigma_MB = self.process.draw_sigma(jax.random.fold_in(self.key, 0), (self.draws, self.batch))
+        return pick(sigma_MB.T).T
+
+    def noise(self, pick: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> jax.Array:
+        """(M, m, *S)."""
+
+        def of_row(row: jax.Array, m: jax.Array) -> jax.Array:
+            key = jax.random.fold_in(jax.random.fold_in(self.key, 1 + m), row)
+            return jax.random.normal(key, shape)
+
+        rows, draws = pick(jnp.arange(self.batch)), jnp.arange(self.draws)
+        return jax.vmap(lambda m: jax.vmap(lambda row: of_row(row, m))(rows))(draws)
+
+
+def _parts(setup: build.Setup, batch: int, conditions: int, micro_batch: int) -> MicroBatches:
+    return MicroBatches.of(batch, conditions, micro_batch, mesh_lib.batch_shards(setup.mesh))
+
+
+def _pinned(setup: build.Setup, x: jax.Array) -> jax.Array:
+    """Latents of a micro-batch laid out as the network likes them; anything else as it is."""
+    return mesh_lib.pin_latents(setup.mesh, x) if x.ndim == 1 + len(setup.latent_shape) else x
+
+
+def replay_gap(
+    params: Any, trajectory: Trajectory, cond: dict[str, Any], setup: build.Setup, denoise: Denoiser | None = None
+) -> jax.Array:
+    """(K,) max |mean - mean_old| / std of the replayed policy: rollout and training must be the same function.
+
+    `denoise`: what rolled out, where it is not `setup.rollout_denoise`, such as that in parts.
+    """
     network = setup.network(params)
 
-    def gap(part: Trajectory) -> jax.Array:
+    def gap(k: jax.Array) -> jax.Array:
+        part = jax.tree.map(lambda x: x[0], at_step(trajectory, k, setup))
         mean, _ = step_mean(
             network,
             part.x,
@@ -263,16 +403,11 @@ def replay_gap(params: Any, trajectory: Trajectory, cond: dict[str, Any], setup:
             part.prev_x0,
             part.prev_sigma,
             cond,
-            denoise=setup.rollout_denoise,
+            denoise=denoise or setup.rollout_denoise,
             process=setup.process,
             num_steps=trajectory.num_steps,
         )
         still = part.std == 0.0  # a traced record's slot outside the schedule
         return jnp.where(still, 0.0, jnp.max(jnp.abs(mean - part.mean_old)) / jnp.where(still, 1.0, part.std))
 
-    return jax.lax.map(gap, dataclasses.replace(trajectory, init_noise=None))
-
-
-def add(a: Any, b: Any) -> Any:
-    """The sum of two trees; b where a is None."""
-    return b if a is None else jax.tree.map(jnp.add, a, b)
+    return jax.lax.map(gap, jnp.arange(trajectory.sigma.shape[0]))

@@ -20,11 +20,12 @@ from ml_collections import ConfigDict
 
 from ddrl_jax import build, state
 from ddrl_jax.config import RATIO_OBJECTIVES
+from ddrl_jax.diffusion.guidance import Denoiser, guided
 from ddrl_jax.diffusion.sampler import Trajectory, sample
 from ddrl_jax.gradients import (
     PER_ROLLOUT,
-    add,
     data_gradient,
+    in_parts,
     micro_batches,
     nft_gradient,
     policy_gradient,
@@ -83,13 +84,15 @@ class Update:
         self.has_data = self.objective.data_beta > 0
         self.data_needs_rollout = self.has_data and self.objective.data_levels == "rollout"
         # The rollout's own means are needed where the trained policy is, or becomes, another one.
+        self.on_host = config.train.trajectory == "host"
         self.keeps_mean = self.updates > 1 or config.rollout.ema
         self.optimizer, self.exponent = build.optimizer(config.train), build.ema_exponent(config.train)
         static = ("latent_shape", "keep_mean", "reference")
         # The base is an argument: what a compiled function closes over is copied into it.
         self.rollout = functools.partial(jax.jit(self._rollout, static_argnames=static), base)
         self.data = functools.partial(jax.jit(self._data), base)
-        self.apply = functools.partial(jax.jit(self._apply), base)
+        # The state and the data loss's gradient are used up: what comes out lies where they lay.
+        self.apply = functools.partial(jax.jit(self._apply, donate_argnames=("s", "data")), base)
         self.replay_gap = functools.partial(jax.jit(self._replay_gap), base)
         merge = jax.jit(lambda base, params: self._over(base).network(params))
         # The network's parameters from the trained ones.
@@ -113,7 +116,9 @@ class Update:
         return build.with_base(self.config, self.setup, base)
 
     def _replay_gap(self, base: Any, params: Any, trajectory: Trajectory, cond: dict[str, Any]) -> jax.Array:
-        return replay_gap(params, trajectory, cond, self._over(base))
+        setup = self._over(base)
+        denoise, cond = self._rollout_denoiser(setup, setup.network(params), cond)
+        return replay_gap(params, trajectory, cond, setup, denoise)
 
     # ------------------------------------------------------------------------------------------ rollout
 
@@ -144,11 +149,12 @@ class Update:
             # The key that `sample` draws the start noise with where it is not given.
             unit_GX = jax.random.normal(jax.random.split(key)[0], (ro.conditions, *latent_shape))
             noise = (jnp.repeat(unit_GX, self.group, axis=0), None)
+        denoise, cond = self._rollout_denoiser(setup, params, cond)
         x0, trajectory = sample(
             params,
             key,
             cond,
-            denoise=setup.rollout_denoise,
+            denoise=denoise,
             process=setup.process,
             shape=shape,
             num_steps=ro.num_steps,
@@ -156,11 +162,29 @@ class Update:
             noise=noise,
             stochastic=stochastic,
             keep_mean=keep_mean,
+            keep_at=functools.partial(mesh_lib.on_host, setup.mesh) if self.on_host else None,
         )
-        x0 = jax.lax.with_sharding_constraint(x0, mesh_lib.batch_sharding(setup.mesh))
+        x0 = mesh_lib.pin_latents(setup.mesh, x0)
         if isinstance(record, tuple) and not record:
             return x0, None
-        return x0, trajectory if self.data_needs_rollout else dataclasses.replace(trajectory, init_noise=None)
+        records: dict[str, Any] = {}
+        if not self.on_host:
+            cut = mesh_lib.latent_sharding(setup.mesh, trajectory.x.shape, lead=1)
+            known = {f: getattr(trajectory, f) for f in PER_ROLLOUT if getattr(trajectory, f) is not None}
+            records = {f: jax.lax.with_sharding_constraint(x, cut) for f, x in known.items()}
+        unit = trajectory.init_noise
+        unit = mesh_lib.pin_latents(setup.mesh, unit) if unit is not None and self.data_needs_rollout else None
+        return x0, dataclasses.replace(trajectory, **records, init_noise=unit)
+
+    def _rollout_denoiser(self, setup: build.Setup, params: Any, cond: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What rolls out: the network under rollout.guidance, rollout.micro_batch rollouts at a time, and its condition
+        with the text projected: once, and not at every step."""
+        ro = self.config.rollout
+        denoise: Denoiser = setup.denoise
+        cond = setup.denoise.project(params, cond)
+        if ro.guidance:
+            denoise = guided(denoise, ro.guidance, setup.denoise.project(params, setup.null_cond))
+        return in_parts(denoise, ro.micro_batch, setup.mesh) if ro.micro_batch else denoise, cond
 
     def _trained_steps(self, key: jax.Array, step: jax.Array) -> tuple[Any, Any]:
         """(record, stochastic) for `sample`: the trained steps, and where the sampler is stochastic (None: all)."""
@@ -232,8 +256,11 @@ class Update:
         rewarded: Rewarded | None,
         data: tuple[jax.Array, dict, Any] | None,
         ref_params: Any,
-    ) -> tuple[state.TrainState, dict[str, jax.Array]]:
-        """Advantages of the whole rollout, the gradient of update u's share of it, and one optimizer step."""
+    ) -> tuple[state.TrainState, dict[str, jax.Array], Any]:
+        """Advantages of the whole rollout, the gradient of update u's share of it, and one optimizer step.
+
+        Also returns the whole gradient where there was one of data: so it is summed in the memory that came with that,
+        which as a result nobody reads costs nothing."""
         config = self.config
         loss, metrics, grads = jnp.zeros(()), {}, None
         if data is not None:
@@ -246,11 +273,14 @@ class Update:
             adv_B, weight_B = self._share(adv_B, u, self.group), self._share(weight_B, u, self.group)
             shared, x0 = self._share_conditions(cond, u), self._share(x0_BX, u, self.group)
             setup = self._over(base)
-            common: dict[str, Any] = {"setup": setup, "micro_batch": config.train.micro_batch}
+            common: dict[str, Any] = {"setup": setup, "micro_batch": config.train.micro_batch, "others": grads}
             if self.on_steps:
                 t = self._share_trajectory(trajectory, u)
                 assert t is not None, "a policy gradient needs recorded steps"
-                part = policy_gradient(s.params, t, adv_B, weight_B, shared, ref_params=ref_params, **common)
+                part = policy_gradient(
+                    s.params, t, adv_B, weight_B, shared,
+                    ref_params=ref_params, step_norms=config.log.step_grad_norms, **common,
+                )  # fmt: skip
                 metrics["trained_steps"] = t.step
             elif self.needs_old:
                 nft = {k: config.nft[k] for k in ("beta", "adv_clip", "draws")}
@@ -259,8 +289,9 @@ class Update:
                     old_params=setup.network(s.old), ref_params=ref_params, **nft, **common,
                 )  # fmt: skip
             else:
-                part = self._best_of_n(s.params, key, x0, adv_B, self._share(valid_B, u, self.group), shared, setup)
-            loss, grads = loss + part[0], add(grads, part[2])
+                valid_B = self._share(valid_B, u, self.group)
+                part = self._best_of_n(s.params, key, x0, adv_B, valid_B, shared, setup, grads)
+            loss, grads = loss + part[0], part[2]
             metrics |= {k: v for k, v in part[1].items() if k not in ("loss", "data_loss", "live")}
         s, step_metrics = state.apply_gradients(
             s,
@@ -273,7 +304,8 @@ class Update:
         )
         # It stays as it is cut, whatever the compiler would like: another cut would be another program next time.
         s = jax.lax.with_sharding_constraint(s, mesh_lib.fsdp_sharding(self.setup.mesh, s))
-        return s, metrics | step_metrics | {"loss": loss, "skipped_in_a_row": s.skipped_in_a_row}
+        metrics |= step_metrics | {"loss": loss, "skipped_in_a_row": s.skipped_in_a_row}
+        return s, metrics, None if data is None else grads
 
     def _advantages(self, rewarded: Rewarded) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Advantages (B,), sample weights (B,) and validity (B,) of a rollout."""
@@ -304,6 +336,7 @@ class Update:
         valid_B: jax.Array,
         cond: dict[str, Any],
         setup: build.Setup,
+        others: Any,
     ) -> tuple[jax.Array, dict, Any]:
         """Rejection fine-tuning: the diffusion loss on each group's best rollout (RAFT, arXiv 2304.06767)."""
         best_G, alive_G = best_of_group(adv_B, self.group, valid_B)
@@ -319,6 +352,7 @@ class Update:
             group=self.group,
             micro_batch=self.config.train.micro_batch,
             alive_G=alive_G,
+            others=others,
         )
         return loss, {"policy_loss": metrics["data_loss"]}, grads
 

@@ -22,7 +22,7 @@ def _setup(**objective):
     config = tiny.config()
     config.rollout.conditions, config.rollout.group_size = GROUPS, GROUP
     config.train.micro_batch = 4
-    config.mesh.replica, config.mesh.fsdp, config.mesh.context = 1, 1, 8
+    config.mesh.replica, config.mesh.fsdp, config.mesh.context = 1, 4, 2
     for name, value in objective.items():
         config.objective[name] = value
     setup = build.build(config)
@@ -57,6 +57,28 @@ def _close(a, b, rtol=2e-4):
         np.testing.assert_allclose(x, y, atol=rtol * max(scale, 1e-12))
 
 
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+@pytest.mark.parametrize("micro_batch", [1, 2, 4, 8, 16, 32, 64])
+def test_micro_batches_of_whole_groups_or_parts_of_them(shards, micro_batch):
+    """Each rollout is in one micro-batch, with its own condition; each device has its share of each."""
+    batch, conditions = 64, 8
+    parts = gradients.MicroBatches.of(batch, conditions, micro_batch, shards)
+    rows_BX, entries_GX = jnp.arange(batch), jnp.arange(conditions)
+    seen = []
+    for i in range(parts.count):
+        rows = np.asarray(parts.rows(rows_BX, jnp.asarray(i)))
+        entries = np.asarray(parts.entries(entries_GX, jnp.asarray(i)))
+        assert rows.shape == (micro_batch,) and micro_batch % len(entries) == 0
+        np.testing.assert_array_equal(np.repeat(entries, micro_batch // len(entries)), rows // (batch // conditions))
+        if micro_batch >= shards:
+            per_device = np.bincount(rows // (batch // shards), minlength=shards)
+            assert (per_device == micro_batch // shards).all()
+        seen += rows.tolist()
+    assert sorted(seen) == list(range(batch))
+    stacked = jnp.stack([parts.rows(rows_BX, jnp.asarray(i)) for i in range(parts.count)])
+    np.testing.assert_array_equal(parts.joined(stacked), rows_BX)
+
+
 def test_micro_batches_keep_groups_whole_and_lose_none():
     x = jnp.arange(24).reshape(24, 1)
     parts = gradients.micro_batches(x, 3, 4)
@@ -67,7 +89,7 @@ def test_micro_batches_keep_groups_whole_and_lose_none():
     assert sorted(parts.reshape(-1).tolist()) == list(range(24))
 
 
-@pytest.mark.parametrize("micro_batch", [4, 8, 16])
+@pytest.mark.parametrize("micro_batch", [2, 4, 8, 16])
 @pytest.mark.parametrize("kl_beta", [0.0, 0.3])
 def test_accumulated_policy_gradient_is_the_gradient_of_loss_fn(micro_batch, kl_beta):
     _, setup, params, context, trajectory = _setup(kl_beta=kl_beta)
@@ -141,21 +163,21 @@ def test_accumulated_data_gradient_is_the_gradient_of_loss_fn(levels):
         )
     )(params)
 
-    # The same draws, handed to one call on the whole batch. Micro-batch i holds groups i, i + 2, ...
-    rows = np.asarray(gradients.micro_batches(jnp.arange(GROUPS * GROUP), 2, GROUP)).reshape(-1)
-    whole = DataBatch(x0=jnp.repeat(x0, GROUP, axis=0)[rows], cond=build.cond(jnp.repeat(context, GROUP, axis=0)[rows]))
+    # The same draws, handed to one call on the whole batch.
+    whole = DataBatch(x0=jnp.repeat(x0, GROUP, axis=0), cond=build.cond(context))
     if levels == "training":
-        sigma, noise = [], []
-        for i in range(2):
-            keys = jax.random.split(jax.random.fold_in(rng, i), 3)
-            sigma.append(setup.process.draw_sigma(keys[0], (1, 8)))
-            noise.append(jax.random.normal(jax.random.fold_in(keys[1], 0), (8, *setup.latent_shape)))
-        whole = dataclasses.replace(whole, sigma=jnp.concatenate(sigma, 1), noise=jnp.concatenate(noise))
+        key = jax.random.split(jax.random.fold_in(rng, 0))[0]
+        noise = [
+            jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, 1), row), setup.latent_shape)
+            for row in range(GROUPS * GROUP)
+        ]
+        sigma = setup.process.draw_sigma(jax.random.fold_in(key, 0), (1, GROUPS * GROUP))
+        whole = dataclasses.replace(whole, sigma=sigma, noise=jnp.stack(noise))
     else:
         whole = dataclasses.replace(
             whole,
             sigma=jnp.repeat(trajectory.sigma[:, None], GROUPS * GROUP, axis=1),
-            noise=trajectory.init_noise[rows],
+            noise=trajectory.init_noise,
         )
 
     def loss(p):
@@ -165,6 +187,28 @@ def test_accumulated_data_gradient_is_the_gradient_of_loss_fn(levels):
     (_, expected), expected_grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     assert float(metrics["data_loss"]) == pytest.approx(float(expected["data_loss"]), rel=1e-4)
     _close(grads, expected_grads)
+
+
+@pytest.mark.parametrize("levels", ["training", "rollout"])
+def test_draws_and_dropped_conditions_do_not_depend_on_the_micro_batch(levels):
+    _, setup, params, context, trajectory = _setup(data_beta=0.1)
+    objective = Objective(data_beta=0.1, data_levels=levels, cond_dropout=0.5, data_draws=2)
+    x0 = jax.random.normal(jax.random.key(5), (GROUPS, *setup.latent_shape))
+
+    def of(micro_batch, cond_dropout=0.5):
+        kinds = {"setup": setup, "objective": dataclasses.replace(objective, cond_dropout=cond_dropout)}
+        return jax.jit(
+            lambda p: gradients.data_gradient(
+                p, jax.random.key(6), x0, build.cond(context), trajectory, group=GROUP, micro_batch=micro_batch, **kinds
+            )
+        )(params)
+
+    whole = of(16)
+    for micro_batch in (2, 8):
+        part = of(micro_batch)
+        assert float(part[0]) == pytest.approx(float(whole[0]), rel=1e-5)
+        _close(part[2], whole[2])
+    assert float(of(16, 0.0)[0]) != pytest.approx(float(whole[0]), rel=1e-5), "nothing was dropped"
 
 
 def test_replay_is_the_rollout():
@@ -209,11 +253,12 @@ def _one_update(mesh):
         )
         adv = group_advantages(jnp.mean(samples, axis=(1, 2, 3, 4)), 4)
         shared = {"setup": setup, "micro_batch": 32}
-        loss_a, _, grads_a = gradients.policy_gradient(s.params, trajectory, adv, jnp.ones(32), cond, **shared)
         loss_b, _, grads_b = gradients.data_gradient(
             s.params, jax.random.key(7), x0, cond, None, objective=setup.objective, group=4, **shared
         )
-        grads = gradients.add(grads_a, grads_b)
+        loss_a, _, grads = gradients.policy_gradient(
+            s.params, trajectory, adv, jnp.ones(32), cond, others=grads_b, **shared
+        )
         s, _ = state.apply_gradients(s, grads, loss_a + loss_b, optimizer, ema_exponent=6.9)
         return s, loss_a + loss_b, grads
 
@@ -223,8 +268,8 @@ def _one_update(mesh):
 
 @pytest.mark.slow
 def test_meshes_agree():
-    loss, grads, s = _one_update((1, 1, 8))
-    for mesh in ((1, 8, 1), (8, 1, 1), (2, 4, 1)):
+    loss, grads, s = _one_update((8, 1, 1))
+    for mesh in ((1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 4, 2)):
         other_loss, other_grads, other = _one_update(mesh)
         assert other_loss == pytest.approx(loss, rel=1e-5)
         _close(other_grads, grads)

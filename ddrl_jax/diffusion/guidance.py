@@ -57,11 +57,19 @@ def drop_condition(rng: chex.PRNGKey, cond: Any, null_cond: Any, rate: float) ->
     _merge(cond, null_cond, lambda own, null: lengths.append(own.shape[0]))
     if not lengths:
         return cond
-    drop_G = jax.random.bernoulli(rng, rate, (min(lengths),))
+    return replace_dropped(jax.random.bernoulli(rng, rate, (min(lengths),)), cond, null_cond)
+
+
+def replace_dropped(drop_G: chex.Array, cond: Any, null_cond: Any) -> Any:
+    """`drop_condition` for samples or groups that are chosen already: drop_G, bool (G,), G dividing every leading axis
+    of the leaves that are replaced."""
 
     def choose(own: chex.Array, null: chex.Array) -> chex.Array:
         if own.shape[0] % drop_G.shape[0]:
-            raise ValueError(f"cond has leaves with leading axes {sorted(set(lengths))}: one must divide the other")
+            raise ValueError(
+                f"cond has a leaf with a leading axis of {own.shape[0]}: the {drop_G.shape[0]} that are dropped or not "
+                "must divide it"
+            )
         drop = jnp.repeat(drop_G, own.shape[0] // drop_G.shape[0])
         return jnp.where(drop.reshape((-1,) + (1,) * (own.ndim - 1)), null, own)
 

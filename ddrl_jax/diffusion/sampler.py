@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import chex
@@ -125,6 +125,7 @@ def sample(
     stochastic: Sequence[bool] | chex.Array | None = None,
     keep_mean: bool = False,
     dtype: Any = None,
+    keep_at: Callable[[chex.Array], chex.Array] | None = None,
 ) -> tuple[chex.Array, Trajectory]:
     """Draws samples from the policy and records some of its steps.
 
@@ -149,6 +150,8 @@ def sample(
         all. For the flows only.
       keep_mean: record mean_old.
       dtype: of the latents; None is the noise's, else float32. Levels are float32 at least.
+      keep_at: puts (B,*S) arrays where the record is to be, such as the host's memory. The record then has one more
+        slot, the last, which holds nothing.
 
     Returns:
       x0 (B,*S) and the trajectory. A traced record's slot outside the schedule, or whose next state is deterministic
@@ -207,7 +210,7 @@ def sample(
     fields = ["x", "x_next"]
     fields += ["mean_old"] if keep_mean else []
     fields += ["prev_x0"] if process.keeps_history else []
-    records = {name: jnp.zeros((num_records, *shape), dtype) for name in fields}
+    records = {name: _no_record(num_records, shape, dtype, keep_at) for name in fields}
 
     def step(carry: Any, inputs: Any) -> tuple[Any, None]:
         x, prev_x0, records = carry
@@ -231,8 +234,16 @@ def sample(
         # A process that noises first reaches the next step's x with the next step's noise.
         x_next = mean + at["std"].astype(dtype) * churn(i + 1 if process.noises_first else i)
         values = {"x": x, "x_next": x_next, "mean_old": mean, "prev_x0": prev_x0}
-        hit = (record_K == i).reshape((-1,) + (1,) * len(shape))
-        records = {name: jnp.where(hit, values[name], old) for name, old in records.items()}
+        hit_K = record_K == i
+        if keep_at is None:
+            hit = hit_K.reshape((-1,) + (1,) * len(shape))
+            records = {name: jnp.where(hit, values[name], old) for name, old in records.items()}
+        else:  # one slot is written and none is read: all that can be done in another memory
+            slot = jnp.where(hit_K.any(), jnp.argmax(hit_K), num_records)
+            records = {
+                name: jax.lax.dynamic_update_index_in_dim(old, keep_at(values[name]), slot, 0)
+                for name, old in records.items()
+            }
         return (x_next, x0, records), None
 
     (x, last_x0, records), _ = jax.lax.scan(step, (x, jnp.zeros_like(x), records), (jnp.arange(num_steps), schedule))
@@ -254,6 +265,14 @@ def sample(
         num_steps=num_steps,
     )
     return sample_x0, trajectory
+
+
+def _no_record(
+    num_records: int, shape: tuple[int, ...], dtype: Any, keep_at: Callable[[chex.Array], chex.Array] | None
+) -> chex.Array:
+    if keep_at is None:
+        return jnp.zeros((num_records, *shape), dtype)
+    return jax.lax.broadcast(keep_at(jnp.zeros(shape, dtype)), (num_records + 1,))
 
 
 def _resolve_stochastic(

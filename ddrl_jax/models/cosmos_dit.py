@@ -5,19 +5,23 @@ Written to `specs/cosmos.md` section 1, whose step numbers the comments name. Th
 
 Dims: B batch, C latent channel, T latent frame, H W rows and columns (h w: of patches), L token = t*h*w, D width,
 N head, K head width, S context token, G conditions (G divides B; condition g serves rows g*B/G to (g+1)*B/G - 1).
+
+Over a mesh (`parallel.mesh`) samples are cut over replica x fsdp and their frames over context; each block's kernels
+are gathered inside the scan over blocks, and self-attention exchanges frames for heads (`parallel.attention`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from ddrl_jax.models.layers import (
@@ -30,8 +34,29 @@ from ddrl_jax.models.layers import (
     rotate,
     time_features,
 )
-from ddrl_jax.parallel.attention import attention
-from ddrl_jax.parallel.mesh import pin_batch
+from ddrl_jax.parallel.attention import (
+    KINDS,
+    SAVED,
+    attention,
+    attention_to_text,
+    saves_cudnn,
+    to_heads,
+    to_tokens,
+)
+from ddrl_jax.parallel.mesh import batch_spec, pin, pin_latents, pin_text, pin_tokens
+
+# What a block's backward pass finds kept, by policy: names of `checkpoint_name`, beside the block's input. The rest is
+# computed again.
+REMAT: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "full": (),
+    "save-attention": (SAVED,),
+    "save-attention-mlp": (SAVED, "mlp"),
+    "save-qkv": (SAVED, "mlp", "qkv"),
+    "save-most": (SAVED, "mlp", "qkv", "branch", "cross_q", "mlp_up"),
+    "offload": (SAVED,),
+}
+_OFFLOADED = ("mlp", "qkv", "branch")  # by "offload", to the host's memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +77,11 @@ class CosmosDiTConfig:
       rope_ratios: context extension of the rotary embedding along (t, h, w).
       dtype: what the network computes in; norms, softmax, rotary angles and time features are float32 at least.
       param_dtype: what the parameters are kept in.
-      remat: "none" keeps every activation of the backward pass, "full" keeps each block's input only.
+      remat: what the backward pass finds kept. "none": every activation, "full": each block's input only,
+        "save-attention": the result of self-attention as well, "save-attention-mlp": and the MLP's, "save-qkv": and
+        queries, keys and values, "save-most": all but what costs next to nothing to compute again, "offload":
+        attention on the device, and what else "save-qkv" keeps, with self-attention's projection, in the host's memory.
+      attention: the form of attention, one of `parallel.attention.KINDS`.
     """
 
     in_channels: int = 16
@@ -68,7 +97,8 @@ class CosmosDiTConfig:
     rope_ratios: tuple[float, float, float] = (1.0, 3.0, 3.0)
     dtype: str = "bfloat16"
     param_dtype: str = "float32"
-    remat: Literal["none", "full"] = "none"
+    remat: str = "none"
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         # Names and tuples, so that a config is hashable, compares by value and survives JSON.
@@ -82,8 +112,9 @@ class CosmosDiTConfig:
             raise ValueError(f"heads is {self.heads}; it must divide width {self.width}")
         if self.width // self.heads % 2 or self.width // self.heads < 12:
             raise ValueError(f"width/heads is {self.width // self.heads}; the head width must be even and >= 12")
-        if self.remat not in ("none", "full"):
-            raise ValueError(f'remat is {self.remat!r}; it must be "none" or "full"')
+        for name, known in (("remat", REMAT), ("attention", KINDS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
         if self.patch[0] != 1:
             raise ValueError(f"patch is {self.patch}; times and masks are per frame, so its first entry must be 1")
 
@@ -120,9 +151,9 @@ class Modulation(nnx.Module):
         self.down = Linear(config.width, config.adaln_rank, rngs=rngs, **dtypes)
         self.up = Linear(config.adaln_rank, parts * config.width, rngs=rngs, zero=True, **dtypes)
 
-    def __call__(self, time_BTD: jax.Array, shared_BTP: jax.Array) -> list[jax.Array]:
+    def __call__(self, time_BTD: jax.Array, shared_BTP: jax.Array, mesh: Mesh | None = None) -> list[jax.Array]:
         """E (B,T,D) and A (B,T,3D) -> `parts` arrays (B,T,1,D), to broadcast over a frame's tokens."""
-        m = self.up(self.down(jax.nn.silu(time_BTD)))
+        m = self.up(self.down(jax.nn.silu(time_BTD), mesh), mesh)
         m = m + shared_BTP[..., : m.shape[-1]]
         return jnp.split(m[:, :, None, :], self.parts, axis=-1)
 
@@ -133,6 +164,7 @@ class Attention(nnx.Module):
     def __init__(self, config: CosmosDiTConfig, d_context: int, *, rngs: nnx.Rngs):
         dtypes: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype}
         self.heads = config.heads
+        self.kind = config.attention
         self.q = Linear(config.width, config.width, rngs=rngs, **dtypes)
         self.k = Linear(d_context, config.width, rngs=rngs, **dtypes)
         self.v = Linear(d_context, config.width, rngs=rngs, **dtypes)
@@ -140,15 +172,25 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(config.head_width, **dtypes)
         self.k_norm = RMSNorm(config.head_width, **dtypes)
 
-    def __call__(self, x_BLD: jax.Array, context_GSD: jax.Array, angles_LK: jax.Array | None = None) -> jax.Array:
-        """Queries from x (B,L,D), keys and values from the context (G,S,D), G dividing B -> (B,L,D)."""
+    def of_itself(self, x_BTLD: jax.Array, angles_LK: jax.Array, mesh: Mesh | None) -> jax.Array:
+        """Self-attention of all frames: (B,T,h*w,D) -> the same; angles of T*h*w tokens."""
+        shape = (*x_BTLD.shape[:3], self.heads, -1)
         q, k, v = (
-            y.reshape(*y.shape[:2], self.heads, -1) for y in (self.q(x_BLD), self.k(context_GSD), self.v(context_GSD))
+            checkpoint_name(to_heads(f(x_BTLD, mesh).reshape(shape), mesh), "qkv") for f in (self.q, self.k, self.v)
         )
-        q, k = self.q_norm(q), self.k_norm(k)
-        if angles_LK is not None:
-            q, k = rotate(q, angles_LK), rotate(k, angles_LK)
-        return self.out(attention(q, k, v).reshape(x_BLD.shape))
+        q, k = rotate(self.q_norm(q), angles_LK), rotate(self.k_norm(k), angles_LK)
+        y = attention(q, k, v, kind=self.kind, mesh=mesh)
+        return self.out(pin_tokens(mesh, to_tokens(y, x_BTLD.shape[1], mesh)), mesh)
+
+    def to_text(self, x_BTLD: jax.Array, text_BSD: jax.Array, mesh: Mesh | None) -> jax.Array:
+        """Queries from x (B,T,h*w,D), keys and values from the text (B,S,D) -> (B,T,h*w,D)."""
+        rows = None if mesh is None else batch_spec(mesh, x_BTLD.shape[0])
+        # The text's tokens are cut over context for the projections; every device attends to all of them.
+        k, v = (pin(mesh, f(text_BSD, mesh), rows) for f in (self.k, self.v))
+        k, v = (x.reshape(*text_BSD.shape[:2], self.heads, -1) for x in (k, v))
+        q_BTLNK = checkpoint_name(self.q(x_BTLD, mesh), "cross_q").reshape(*x_BTLD.shape[:3], self.heads, -1)
+        y_BTLNK = attention_to_text(self.q_norm(q_BTLNK), self.k_norm(k), v, kind=self.kind, mesh=mesh)
+        return self.out(y_BTLNK.reshape(x_BTLD.shape), mesh)
 
 
 class MLP(nnx.Module):
@@ -159,9 +201,9 @@ class MLP(nnx.Module):
         self.up = Linear(config.width, config.mlp_width, rngs=rngs, **dtypes)
         self.down = Linear(config.mlp_width, config.width, rngs=rngs, **dtypes)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, mesh: Mesh | None = None) -> jax.Array:
         """(..., D) -> (..., D)."""
-        return self.down(gelu(self.up(x)))
+        return checkpoint_name(self.down(gelu(checkpoint_name(self.up(x, mesh), "mlp_up")), mesh), "mlp")
 
 
 class Block(nnx.Module):
@@ -180,27 +222,20 @@ class Block(nnx.Module):
         x_BTLD: jax.Array,
         time_BTD: jax.Array,
         shared_BTP: jax.Array,
-        context_GSD: jax.Array,
+        text_BSD: jax.Array,
         angles_LK: jax.Array,
+        mesh: Mesh | None = None,
     ) -> jax.Array:
         """x (B,T,h*w,D) -> the same; E (B,T,D) or (B,1,D), A (B,T,3D) likewise."""
-
-        def self_attention(h):
-            h = h.reshape(h.shape[0], -1, h.shape[-1])
-            return self.self_attn(h, h, angles_LK)
-
-        def cross_attention(h):
-            return self.cross_attn(h.reshape(h.shape[0], -1, h.shape[-1]), context_GSD)
-
+        # Named are branches, before their gate, and not the sum of them: that follows from the block's input.
         sublayers = (
-            (self.self_mod, self_attention),
-            (self.cross_mod, cross_attention),
-            (self.mlp_mod, self.mlp),
+            (self.self_mod, lambda h: checkpoint_name(self.self_attn.of_itself(h, angles_LK, mesh), "branch")),
+            (self.cross_mod, lambda h: checkpoint_name(self.cross_attn.to_text(h, text_BSD, mesh), "branch")),
+            (self.mlp_mod, lambda h: self.mlp(h, mesh)),
         )
         for modulation, f in sublayers:
-            shift, scale, gate = modulation(time_BTD, shared_BTP)
-            y = f(modulated_norm(x_BTLD, shift, scale))
-            x_BTLD = x_BTLD + gate * y.reshape(x_BTLD.shape)
+            shift, scale, gate = modulation(time_BTD, shared_BTP, mesh)
+            x_BTLD = pin_tokens(mesh, x_BTLD + gate * f(modulated_norm(x_BTLD, shift, scale)))
         return x_BTLD
 
 
@@ -241,6 +276,7 @@ class CosmosDiT(nnx.Module):
         condition_mask: jax.Array | None = None,
         padding_mask: jax.Array | None = None,
         mesh: Mesh | None = None,
+        projected: bool = False,
     ) -> jax.Array:
         """Network output for a latent.
 
@@ -252,7 +288,8 @@ class CosmosDiT(nnx.Module):
             in the original.
           padding_mask: 1 where a pixel is padding, (B, 1, any height, any width), brought to the latent's size by
             nearest neighbour; None: no padding.
-          mesh: what the batch of every block's activations is cut over (`pin_batch`); None: as the compiler likes.
+          mesh: what parameters and activations are cut over; None: one device, or as the compiler likes.
+          projected: the context is `project`'s result already, (G, S, context_dim).
 
         Returns:
           (B, C, T, H, W) in the config's `dtype`.
@@ -260,26 +297,47 @@ class CosmosDiT(nnx.Module):
         Raises:
           ValueError: the latent's size, its grid or a batch size does not fit.
         """
-        pin = functools.partial(pin_batch, mesh)
-        tokens_BTLD, features, angles_LK = self.embed(pin(x), t, context, condition_mask, padding_mask)
-        time_BTD, shared_BTP, context_GSD = features
-        time_BTD, shared_BTP = pin(time_BTD), pin(shared_BTP)
-
+        tokens_BTLD, features, angles_LK = self.embed(
+            pin_latents(mesh, x), t, context, condition_mask, padding_mask, mesh, projected
+        )
         graphdef, stacked = nnx.split(self.blocks)
 
         def step(x_BTLD, block):
-            x_BTLD = nnx.merge(graphdef, block)(pin(x_BTLD), time_BTD, shared_BTP, context_GSD, angles_LK)
-            return pin(x_BTLD), None
+            return nnx.merge(graphdef, block)(x_BTLD, *features, angles_LK, mesh), None
 
-        if self.config.remat == "full":
-            step = jax.checkpoint(step, prevent_cse=False)
-        x_BTLD, _ = jax.lax.scan(step, pin(tokens_BTLD), stacked)
+        x_BTLD, _ = jax.lax.scan(self._remat(step), tokens_BTLD, stacked)
 
-        shift, scale = self.final_mod(time_BTD, shared_BTP)
-        return pin(self.unpatchify(self.final(modulated_norm(x_BTLD, shift, scale)), x.shape))
+        time_BTD, shared_BTP, _ = features
+        shift, scale = self.final_mod(time_BTD, shared_BTP, mesh)
+        y_BTLD = self.final(modulated_norm(x_BTLD, shift, scale), mesh)
+        return pin_latents(mesh, self.unpatchify(pin_tokens(mesh, y_BTLD), x.shape))
 
-    def embed(self, x, t, context, condition_mask, padding_mask):
-        """Steps 1 to 5 and 9: tokens (B,T,h*w,D); E (B,T,D), A (B,T,3D), context (G,S,context_dim); rotary angles."""
+    def project(self, context: jax.Array, mesh: Mesh | None = None) -> jax.Array:
+        """Step 3: text features (G,S,context_in) -> (G,S,context_dim). No mask: the null context is GELU(bias)."""
+        return gelu(self.context_proj(context, mesh, gather=False))
+
+    def _remat(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        policies, remat = jax.checkpoint_policies, self.config.remat
+        if remat == "none":
+            return step
+        if remat == "full":
+            return jax.checkpoint(step, prevent_cse=False)
+        names = policies.save_only_these_names(*REMAT[remat])
+        if remat == "offload":
+            names = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=REMAT[remat],
+                names_which_can_be_offloaded=_OFFLOADED,
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+
+        def policy(prim: Any, *avals: Any, **params: Any) -> Any:
+            return True if saves_cudnn(prim, *avals, **params) else names(prim, *avals, **params)
+
+        return jax.checkpoint(step, prevent_cse=False, policy=policy)
+
+    def embed(self, x, t, context, condition_mask, padding_mask, mesh=None, projected=False):
+        """Steps 1 to 5 and 9: tokens (B,T,h*w,D); E (B,T,D), A (B,T,3D), text (B,S,context_dim); rotary angles."""
         c = self.config
         chex.assert_rank([x, context], [5, 3])
         B, C, T, H, W = x.shape
@@ -291,10 +349,9 @@ class CosmosDiT(nnx.Module):
         grid = (T, H // p_h, W // p_w)
         if any(n > most for n, most in zip(grid, c.max_grid, strict=True)):
             raise ValueError(f"token grid (T,H,W) is {grid}; the largest is {c.max_grid}")
-        if B % context.shape[0] or context.shape[-1] != c.context_in:
-            raise ValueError(
-                f"context is (G,S,D) = {context.shape}; G must divide the batch {B}, D must be {c.context_in}"
-            )
+        width = c.context_dim if projected else c.context_in
+        if B % context.shape[0] or context.shape[-1] != width:
+            raise ValueError(f"context is (G,S,D) = {context.shape}; G must divide the batch {B}, D must be {width}")
         t = jnp.full((B, 1), t) if jnp.ndim(t) == 0 else t.reshape(B, -1)
         if t.shape[1] not in (1, T):
             raise ValueError(f"t is {t.shape}; it must have one entry a sample or one a frame ({T})")
@@ -314,19 +371,21 @@ class CosmosDiT(nnx.Module):
 
         # Step 2. b c t (h m) (w n) -> b t (h w) (c m n), the channel slowest.
         x = x.reshape(B, C + 2, T, grid[1], p_h, grid[2], p_w).transpose(0, 2, 3, 5, 1, 4, 6)
-        tokens_BTLD = self.patch_embed(x.reshape(B, T, grid[1] * grid[2], -1))
+        tokens_BTLD = pin_tokens(mesh, self.patch_embed(pin_tokens(mesh, x.reshape(B, T, grid[1] * grid[2], -1)), mesh))
 
-        # Step 3. No mask: the null context is GELU(bias), not zero.
-        context_GSD = gelu(self.context_proj(context))
+        # Step 3.
+        text_GSD = context if projected else self.project(context, mesh)
+        text_BSD = pin_text(mesh, jnp.repeat(text_GSD, B // text_GSD.shape[0], axis=0))
 
         # Steps 4 and 5. E is the normalised sinusoid itself, not the MLP's output.
         e_BTD = time_features(t, c.width, c.dtype)
-        shared_BTP = self.time_out(jax.nn.silu(self.time_in(e_BTD)))
+        e_BTD = pin_tokens(mesh, e_BTD)
+        shared_BTP = self.time_out(jax.nn.silu(self.time_in(e_BTD, mesh)), mesh)
         time_BTD = self.time_norm(e_BTD)
 
         # Step 9.
         angles_LK = rope_angles(grid, c.head_width, c.rope_ratios, at_least_float32(c.dtype))
-        return tokens_BTLD, (time_BTD, shared_BTP, context_GSD), angles_LK
+        return tokens_BTLD, (time_BTD, shared_BTP, text_BSD), angles_LK
 
     def unpatchify(self, y_BTLD: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Step 11: (p_h p_w C) -> C (H p_h) (W p_w), the channel *fastest*: not the inverse of step 2."""

@@ -45,8 +45,9 @@ class CosmosDenoiser:
           params: the network's parameters.
           x: x_BCTHW, noised latent, float32 or float64; the conditioning frames in it are not read.
           sigma: level, (), (B,), (B, 1) or (B, T).
-          cond: dict of `context` (G, S, context_in); `frames` (G, C, T, H, W), clean latents, with `condition_mask`
-            (G, 1, T, 1, 1), 1 where a frame is given; `padding_mask` (G, 1, height, width), 1 where a pixel is padding.
+          cond: dict of `context` (G, S, context_in), or of `text`, what `project` makes of it; `frames`
+            (G, C, T, H, W), clean latents, with `condition_mask` (G, 1, T, 1, 1), 1 where a frame is given;
+            `padding_mask` (G, 1, height, width), 1 where a pixel is padding.
             The last three may be None or absent; a mask that is all zero (and no tracer) needs no frames. Each G
             divides B: entry g serves rows g*B/G to (g+1)*B/G - 1. Images (T = 1) have no conditioning frames: mask and
             frames are ignored.
@@ -86,9 +87,23 @@ class CosmosDenoiser:
                 t = jnp.where(given.any(axis=(1, 3, 4), keepdims=True), t_given, t)
 
         net = nnx.merge(self.graphdef, params)
-        y = net(net_x, t.reshape(B, -1), cond["context"], mask, _rows(cond, "padding_mask", B), self.mesh).astype(dtype)
+        text = cond.get("text")
+        y = net(
+            net_x,
+            t.reshape(B, -1),
+            cond["context"] if text is None else text,
+            mask,
+            _rows(cond, "padding_mask", B),
+            self.mesh,
+            projected=text is not None,
+        ).astype(dtype)
         x0 = c_skip * x + c_out * y
         return jnp.where(given, frames, x0) if conditioned and self.keep_frames else x0
+
+    def project(self, params: Params, cond: Mapping[str, Any]) -> dict[str, Any]:
+        """The condition with its text projected, once for the many steps of a rollout."""
+        text = nnx.merge(self.graphdef, params).project(cond["context"], self.mesh)
+        return {**{k: v for k, v in cond.items() if k != "context"}, "text": text}
 
 
 def cosmos_denoiser(

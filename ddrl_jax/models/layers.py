@@ -15,7 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
+
+from ddrl_jax.parallel.mesh import product
 
 
 def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
@@ -51,12 +54,15 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(init(rngs.params(), (d_in, d_out), param_dtype))
         self.bias = nnx.Param(jnp.zeros((d_out,), param_dtype)) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """(..., d_in) -> (..., d_out) in `dtype`."""
-        # Rows in one axis: with more, the product's weight gradient is preceded by a transposing copy of both operands
-        # on CPU, which costs more than the product.
-        y = x.reshape(-1, x.shape[-1]).astype(self.dtype) @ self.kernel[...].astype(self.dtype)
-        y = y.reshape(*x.shape[:-1], -1)
+    def __call__(self, x: jax.Array, mesh: Mesh | None = None, gather: bool = True) -> jax.Array:
+        """(..., d_in) -> (..., d_out) in `dtype`; mesh and gather: see `parallel.mesh.product`."""
+        x = x.astype(self.dtype)
+        if mesh is not None:
+            y = product(x, self.kernel[...], mesh, gather)
+        else:
+            # Rows in one axis: see `product`.
+            y = x.reshape(-1, x.shape[-1]) @ self.kernel[...].astype(self.dtype)
+            y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
 
 

@@ -253,7 +253,7 @@ class FrameAttention(nnx.Module):
         qkv = self.qkv(self.norm(x_BTHWC)).reshape(B, T, H * W, 1, 3 * C)
 
         def one_frame(qkv_BLNK):
-            return attention(*jnp.split(qkv_BLNK, 3, axis=-1))
+            return attention(*jnp.split(qkv_BLNK, 3, axis=-1), kind="xla")
 
         # One frame at a time: at 720p the weights of a single one are 14400^2, 0.8 GB in float32.
         y = jnp.moveaxis(jax.lax.map(one_frame, jnp.moveaxis(qkv, 1, 0)), 0, 1)

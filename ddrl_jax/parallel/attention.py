@@ -1,51 +1,226 @@
-"""The attention every transformer here calls, in the form that suits the hardware.
+"""The attention every transformer here calls, in the form that suits the hardware, and its layout over devices.
 
-Knows nothing of models: queries, keys and values in, weighted values out. The only form so far is XLA's own: two
-products around a softmax, with the logits in float32 at least. Where the (N, L, S) logits of a sample are too many, as
-at a video's 86,400 tokens, queries are taken a block at a time and their logits computed again in the backward pass.
+Knows nothing of models: queries, keys and values in, weighted values out. Three forms of the same function: cuDNN's
+flash attention on NVIDIA, Pallas' splash attention on TPU, and XLA's own anywhere else: two products around a softmax,
+taken a block of queries at a time where the logits of all are too many, as at a video's 86,400 tokens.
 
-Dims: B batch, G entry of keys and values (G divides B; entry g serves rows g*B/G to (g+1)*B/G - 1), L query token,
-S key token, N head, K head width, X block of queries.
+Where a sequence is cut over the mesh's `context` axis, attention needs all of it: `to_heads` exchanges tokens for heads
+in one all-to-all and `to_tokens` exchanges them back (DeepSpeed-Ulysses, arXiv 2309.14509), so that every device
+attends with some of the heads.
+
+Dims: B batch, T frame, H token of a frame, L query token, S key token, N head, K head width, X block of queries.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from ddrl_jax.parallel.mesh import batch_spec, sequence_axis
+
+KINDS = ("auto", "xla", "cudnn", "splash")
+# The name under which the forms that have a backward pass of their own keep their result and its log-sum-exp.
+SAVED = "attention"
 # Most logits of one sample at once: 192 of 86,400 queries with Cosmos-2B's 16 heads. A device holds that much for each
 # of the samples that it has of the batch.
 LOGITS_BYTES = 1 << 30
 
 
-def attention(q_BLNK: jax.Array, k_GSNK: jax.Array, v_GSNK: jax.Array) -> jax.Array:
+def attention(
+    q_BLNK: jax.Array,
+    k_BSNK: jax.Array,
+    v_BSNK: jax.Array,
+    *,
+    kind: str = "auto",
+    mesh: Mesh | None = None,
+) -> jax.Array:
     """Softmax attention without a mask: softmax(q k^T / sqrt(K)) v (Vaswani et al. 2017, Eq. 1).
 
     Args:
       q_BLNK: queries (B, L, N, K), any float dtype.
-      k_GSNK: keys (G, S, N, K), the queries' dtype; with G < B rows share them without a copy.
-      v_GSNK: values (G, S, N, K), the queries' dtype.
+      k_BSNK: keys (B, S, N, K), the queries' dtype.
+      v_BSNK: values (B, S, N, K), the queries' dtype.
+      kind: "xla", "cudnn" (16-bit floats, head width a multiple of 8 up to 128), "splash" (lengths that are multiples
+        of 128), or "auto": the mesh's platform's own where it takes these arrays, else "xla".
+      mesh: B is cut over its replica x fsdp and N over its context; None: one device.
 
     Returns:
-      (B, L, N, K) in the queries' dtype. The logits and the softmax are float32, or float64 for float64 input. The
-      gradients of keys and values are sums over the blocks of queries in that dtype too.
+      (B, L, N, K) in the queries' dtype. The logits and the softmax are float32, or float64 for float64 input.
+
+    Raises:
+      ValueError: a form that does not take these arrays.
     """
-    chex.assert_rank([q_BLNK, k_GSNK, v_GSNK], 4)
+    chex.assert_rank([q_BLNK, k_BSNK, v_BSNK], 4)
+    form = FORMS[resolve(kind, mesh, q_BLNK, k_BSNK)]
+    if mesh is None or mesh.size == 1:
+        return form(q_BLNK, k_BSNK, v_BSNK)
+    heads = P(batch_spec(mesh, q_BLNK.shape[0]), None, "context")
+    return jax.shard_map(
+        form, mesh=mesh, in_specs=(heads, heads, heads), out_specs=heads, check_vma=False
+    )(q_BLNK, k_BSNK, v_BSNK)  # fmt: skip
+
+
+def attention_to_text(
+    q_BTHNK: jax.Array, k_BSNK: jax.Array, v_BSNK: jax.Array, *, kind: str = "auto", mesh: Mesh | None = None
+) -> jax.Array:
+    """`attention` of a video's tokens (B,T,H,N,K), which stay cut over context as they are, to keys and values that
+    every device has whole. Returns queries' shape and dtype."""
+    B, T, H, N, K = q_BTHNK.shape
+    rows = None if mesh is None else batch_spec(mesh, B)
+    axis = None if mesh is None else sequence_axis(mesh, T, H)
+    here = (T * H if axis is None or mesh is None else T * H // mesh.shape["context"], N, K)
+    form = FORMS[resolve(kind, mesh, jax.ShapeDtypeStruct((B, *here), q_BTHNK.dtype), k_BSNK)]
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return form(q.reshape(q.shape[0], -1, N, K), k, v).reshape(q.shape)
+
+    if mesh is None or mesh.size == 1:
+        return local(q_BTHNK, k_BSNK, v_BSNK)
+    # An axis that no spec names is summed over on the way back, even one of size 1: then heads name it.
+    queries = P(rows, *("context" if a == (axis or 3) else None for a in (1, 2, 3)))
+    text = P(rows, None, None if axis else "context")
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(queries, text, text), out_specs=queries, check_vma=False
+    )(q_BTHNK, k_BSNK, v_BSNK)  # fmt: skip
+
+
+def resolve(kind: str, mesh: Mesh | None, q_BLNK: Any, k_BSNK: Any) -> str:
+    """The form that `kind` stands for with these arrays or their shapes. Raises ValueError where it takes them not."""
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    L, (_, S, _, K), dtype = q_BLNK.shape[1], k_BSNK.shape, jnp.dtype(q_BLNK.dtype)
+    fits = {
+        "cudnn": dtype in (jnp.bfloat16, jnp.float16) and K % 8 == 0 and K <= 128,
+        "splash": L % 128 == 0 and S % 128 == 0 and K % 128 == 0,
+    }
+    if kind == "auto":
+        own = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(platform, "xla")
+        return own if fits.get(own) else "xla"
+    if kind in fits and not fits[kind]:
+        needs = {
+            "cudnn": "16-bit floats and a head width that is a multiple of 8, at most 128",
+            "splash": "lengths and a head width that are multiples of 128",
+        }[kind]
+        raise ValueError(
+            f"attention {kind!r}: needs {needs}; got {dtype.name}, {L} queries, {S} keys, head width {K}: "
+            "take auto or xla"
+        )
+    return kind
+
+
+def to_heads(x_BTHNK: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """(B,T,H,N,K), tokens cut over context -> (B,T*H,N,K), heads cut over context: one all-to-all."""
+    axis = _exchanged(mesh, x_BTHNK.shape)
+    shape = (x_BTHNK.shape[0], -1, *x_BTHNK.shape[3:])
+    if axis is None:
+        return x_BTHNK.reshape(shape)
+    assert mesh is not None
+    spec = [batch_spec(mesh, x_BTHNK.shape[0]), None, None]
+
+    def exchange(x: jax.Array) -> jax.Array:
+        x = jax.lax.all_to_all(x, "context", split_axis=3, concat_axis=axis, tiled=True)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+    tokens = P(*(("context" if a == axis else s) for a, s in enumerate(spec)))
+    return jax.shard_map(
+        exchange, mesh=mesh, in_specs=tokens, out_specs=P(spec[0], None, "context"), check_vma=False
+    )(x_BTHNK)  # fmt: skip
+
+
+def to_tokens(x_BLNK: jax.Array, frames: int, mesh: Mesh | None) -> jax.Array:
+    """The way back: (B,T*H,N,K), heads cut over context -> (B,T,H,N*K), tokens cut over context."""
+    B, L, N, K = x_BLNK.shape
+    axis = _exchanged(mesh, (B, frames, L // frames, N, K))
+    if axis is None:
+        return x_BLNK.reshape(B, frames, L // frames, N * K)
+    assert mesh is not None
+    spec = [batch_spec(mesh, B), None, None]
+
+    def exchange(x: jax.Array) -> jax.Array:
+        x = x.reshape(x.shape[0], frames, -1, *x.shape[2:])
+        x = jax.lax.all_to_all(x, "context", split_axis=axis, concat_axis=3, tiled=True)
+        return x.reshape(*x.shape[:3], -1)
+
+    tokens = P(*(("context" if a == axis else s) for a, s in enumerate(spec)))
+    return jax.shard_map(
+        exchange, mesh=mesh, in_specs=P(spec[0], None, "context"), out_specs=tokens, check_vma=False
+    )(x_BLNK)  # fmt: skip
+
+
+def _exchanged(mesh: Mesh | None, shape: tuple[int, ...]) -> int | None:
+    """The axis of tokens that is cut over context; None where it is 1. Raises ValueError where context divides no
+    axis of tokens, or not the heads."""
+    if mesh is None or mesh.shape["context"] == 1:
+        return None
+    _, frames, tokens, heads, _ = shape
+    if heads % mesh.shape["context"]:
+        raise ValueError(f"config.mesh.context={mesh.shape['context']}: must divide the network's {heads} heads")
+    return sequence_axis(mesh, frames, tokens)
+
+
+# ------------------------------------------------------------------------------------------------------------- forms
+
+
+def _cudnn(q_BLNK: jax.Array, k_BSNK: jax.Array, v_BSNK: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q_BLNK, k_BSNK, v_BSNK, implementation="cudnn")
+
+
+def saves_cudnn(prim: Any, *avals: Any, **_: Any) -> bool:
+    """A checkpoint policy: keeps what the backward pass of cuDNN's self-attention needs of the forward pass.
+
+    Its result has no name inside the operation that makes it, and one given outside does not spare computing it again.
+    Only self-attention, whose queries are as many as its keys: attention to a text costs next to nothing again.
+    """
+    forward = prim.name in ("dot_product_attention_fwd", "dot_product_attention_fwd_wrapper")
+    return forward and avals[0].shape[1] == avals[1].shape[1]
+
+
+def _splash(q_BLNK: jax.Array, k_BSNK: jax.Array, v_BSNK: jax.Array) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    L, (_, S, N, K) = q_BLNK.shape[1], k_BSNK.shape
+    # The backward pass writes one part of dq a block of keys, so these are large.
+    q_block, kv_block, kv_large, kv_part = _splash_block(L, 1024), _splash_block(S, 1024), _splash_block(S, 4096), 0
+    kv_part = _splash_block(kv_large, 1280)
+    kernel = splash.make_splash_mha(
+        mask=splash.MultiHeadMask([splash.FullMask((L, S))] * N),
+        block_sizes=splash.BlockSizes(
+            block_q=q_block,
+            block_kv=kv_block,
+            block_kv_compute=kv_block,
+            block_q_dkv=q_block,
+            block_kv_dkv=kv_large,
+            block_kv_dkv_compute=kv_part,
+            use_fused_bwd_kernel=True,
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        residual_checkpoint_name=SAVED if L == S else None,
+    )
+    q, k, v = (jnp.moveaxis(x, 2, 1) for x in (q_BLNK * K**-0.5, k_BSNK, v_BSNK))
+    return jnp.moveaxis(jax.vmap(kernel)(q, k, v), 1, 2)
+
+
+def _splash_block(length: int, most: int) -> int:
+    """The largest multiple of 128 that divides `length` and is at most `most`."""
+    return max(n for n in range(128, min(length, most) + 1, 128) if length % n == 0)
+
+
+def _xla(q_BLNK: jax.Array, k_BSNK: jax.Array, v_BSNK: jax.Array) -> jax.Array:
+    _, L, N, _ = q_BLNK.shape
     wide = jnp.promote_types(q_BLNK.dtype, jnp.float32)
-    B, L, N, K = q_BLNK.shape
-    block = _block(L, N * k_GSNK.shape[1] * wide.itemsize)
-    if block == L:
-        return _attention(q_BLNK, k_GSNK, v_GSNK)
-    q_XBLNK = jnp.moveaxis(q_BLNK.reshape(B, -1, block, N, K), 1, 0)
-    # What a loop closes over has its gradient summed in its own dtype: a sum of hundreds of blocks stalls in bfloat16.
-    k_wide, v_wide = k_GSNK.astype(wide), v_GSNK.astype(wide)
+    block = _block(L, N * k_BSNK.shape[1] * wide.itemsize)
+    return _plain(q_BLNK, k_BSNK, v_BSNK) if block == L else _blocked(q_BLNK, k_BSNK, v_BSNK, block)
 
-    def of_block(q_BLNK: jax.Array) -> jax.Array:
-        return _attention(q_BLNK, k_wide.astype(k_GSNK.dtype), v_wide.astype(v_GSNK.dtype))
 
-    y_XBLNK = jax.lax.map(jax.checkpoint(of_block, prevent_cse=False), q_XBLNK)
-    return jnp.moveaxis(y_XBLNK, 0, 1).reshape(q_BLNK.shape)
+FORMS: dict[str, Callable[..., jax.Array]] = {"xla": _xla, "cudnn": _cudnn, "splash": _splash}
 
 
 def _block(length: int, query_bytes: int) -> int:
@@ -53,11 +228,68 @@ def _block(length: int, query_bytes: int) -> int:
     return max(n for n in range(1, length + 1) if length % n == 0 and (n == 1 or n * query_bytes <= LOGITS_BYTES))
 
 
-def _attention(q_BLNK: jax.Array, k_GSNK: jax.Array, v_GSNK: jax.Array) -> jax.Array:
+def _plain(q_BLNK: jax.Array, k_BSNK: jax.Array, v_BSNK: jax.Array) -> jax.Array:
+    weights_BNLS = jax.nn.softmax(_logits(q_BLNK, k_BSNK), axis=-1).astype(q_BLNK.dtype)
+    return jnp.einsum("bnls,bsnk->blnk", weights_BNLS, v_BSNK)
+
+
+def _logits(q_BLNK: jax.Array, k_BSNK: jax.Array) -> jax.Array:
     wide = jnp.promote_types(q_BLNK.dtype, jnp.float32)
+    logits = jnp.einsum("blnk,bsnk->bnls", q_BLNK, k_BSNK, preferred_element_type=wide)
+    return logits * q_BLNK.shape[-1] ** -0.5
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _blocked(q_BLNK: jax.Array, k_BSNK: jax.Array, v_BSNK: jax.Array, block: int) -> jax.Array:
+    """`_plain`, `block` queries at a time; the backward pass computes their logits again from the log-sum-exp
+    (FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2, with the keys in one block)."""
+    return _blocked_forward(q_BLNK, k_BSNK, v_BSNK, block)[0]
+
+
+def _in_blocks(x_BLNK: jax.Array, block: int) -> jax.Array:
+    return jnp.moveaxis(x_BLNK.reshape(x_BLNK.shape[0], -1, block, *x_BLNK.shape[2:]), 1, 0)
+
+
+def _whole(x_XBLNK: jax.Array) -> jax.Array:
+    x = jnp.moveaxis(x_XBLNK, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _blocked_forward(q_BLNK: jax.Array, k_BSNK: jax.Array, v_BSNK: jax.Array, block: int) -> tuple[jax.Array, Any]:
+    def of_block(q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits_BNLS = _logits(q, k_BSNK)
+        lse_BNL = jax.nn.logsumexp(logits_BNLS, axis=-1)
+        weights_BNLS = jnp.exp(logits_BNLS - lse_BNL[..., None]).astype(q.dtype)
+        return jnp.einsum("bnls,bsnk->blnk", weights_BNLS, v_BSNK), jnp.moveaxis(lse_BNL, 2, 1)
+
+    y_XBLNK, lse_XBLN = jax.lax.map(of_block, _in_blocks(q_BLNK, block))
+    y, lse = _whole(y_XBLNK), _whole(lse_XBLN)
+    if q_BLNK.shape[1] == k_BSNK.shape[1]:  # as with cuDNN's, self-attention only
+        y, lse = checkpoint_name(y, SAVED), checkpoint_name(lse, SAVED)
+    return y, (q_BLNK, k_BSNK, v_BSNK, y, lse)
+
+
+def _blocked_backward(block: int, kept: Any, dy_BLNK: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q_BLNK, k_BSNK, v_BSNK, y_BLNK, lse_BLN = kept
+    dtype, wide = q_BLNK.dtype, jnp.promote_types(q_BLNK.dtype, jnp.float32)
     scale = q_BLNK.shape[-1] ** -0.5
-    # Rows with common keys attend to them as one longer row of queries.
-    q_GLNK = q_BLNK.reshape(k_GSNK.shape[0], -1, *q_BLNK.shape[2:])
-    logits_GNLS = jnp.einsum("glnk,gsnk->gnls", q_GLNK, k_GSNK, preferred_element_type=wide)
-    weights_GNLS = jax.nn.softmax(logits_GNLS * scale, axis=-1).astype(q_BLNK.dtype)
-    return jnp.einsum("gnls,gsnk->glnk", weights_GNLS, v_GSNK).reshape(q_BLNK.shape)
+    delta_BLN = jnp.sum(y_BLNK.astype(wide) * dy_BLNK.astype(wide), axis=-1)
+
+    def of_block(sums: Any, at: Any) -> tuple[Any, jax.Array]:
+        q, dy, lse, delta = at
+        weights_BNLS = jnp.exp(_logits(q, k_BSNK) - jnp.moveaxis(lse, 1, 2)[..., None])
+        dweights_BNLS = jnp.einsum("blnk,bsnk->bnls", dy, v_BSNK, preferred_element_type=wide)
+        dlogits_BNLS = (weights_BNLS * (dweights_BNLS - jnp.moveaxis(delta, 1, 2)[..., None])).astype(dtype)
+        # Sums over blocks stay wide: hundreds of them stall in bfloat16.
+        dk = jnp.einsum("bnls,blnk->bsnk", dlogits_BNLS, q, preferred_element_type=wide)
+        dv = jnp.einsum("bnls,blnk->bsnk", weights_BNLS.astype(dtype), dy, preferred_element_type=wide)
+        dq = jnp.einsum("bnls,bsnk->blnk", dlogits_BNLS, k_BSNK, preferred_element_type=wide)
+        return jax.tree.map(jnp.add, sums, (dk, dv)), (dq * scale).astype(dtype)
+
+    zeros = jnp.zeros(k_BSNK.shape, wide)
+    items = tuple(_in_blocks(x, block) for x in (q_BLNK, dy_BLNK, lse_BLN, delta_BLN))
+    (dk, dv), dq_XBLNK = jax.lax.scan(of_block, (zeros, zeros), items)
+    return _whole(dq_XBLNK), (dk * scale).astype(dtype), dv.astype(dtype)
+
+
+_blocked.defvjp(_blocked_forward, _blocked_backward)
