@@ -6,6 +6,7 @@ what is wrong with them. Each object is made by the library it belongs to. What 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -17,21 +18,23 @@ from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from ddrl_jax import rewards, state
 from ddrl_jax.checkpoint import load_pretrained, torch_files
-from ddrl_jax.config import PROCESS_FIELDS, RATIO_OBJECTIVES, ConfigError, get
+from ddrl_jax.config import PROCESS_FIELDS, RATIO_OBJECTIVES, ConfigError, differences, get, to_json
 from ddrl_jax.data import prompts, source
 from ddrl_jax.data.prompts import Prompt
 from ddrl_jax.data.text_cache import TextCache
 from ddrl_jax.diffusion.guidance import Denoiser, guided
 from ddrl_jax.diffusion.process import DanceSDE, EDMChurn, FlowCPS, FlowSDE
-from ddrl_jax.logbook import write_text
+from ddrl_jax.logbook import Logbook, write_text
 from ddrl_jax.models.cosmos_dit import CosmosDiT, CosmosDiTConfig
 from ddrl_jax.models.denoiser import CosmosDenoiser, cosmos_denoiser
 from ddrl_jax.models.lora import init_lora, merge_lora
@@ -40,6 +43,7 @@ from ddrl_jax.models.unshuffle import Unshuffle
 from ddrl_jax.models.wan_codec import WanCodec
 from ddrl_jax.models.wan_vae import WanVAE, WanVAEConfig
 from ddrl_jax.models.word_table import WordTable
+from ddrl_jax.parallel import distributed
 from ddrl_jax.parallel import mesh as mesh_lib
 from ddrl_jax.rl.objective import Objective, dance_grpo, ddrl, flow_grpo
 
@@ -98,22 +102,31 @@ class Setup:
         """`denoise` under guidance against the condition without text."""
         return denoise if scale == 0 else guided(denoise, scale, self.null_cond)
 
+    def projected(self, params: Any, cond: dict[str, Any]) -> dict[str, Any]:
+        """The condition with its text projected by the network, where it is one of those that do."""
+        return self.denoise.project(params, cond) if isinstance(self.denoise, CosmosDenoiser) else cond
+
     def latents(self, clips: dict[str, Any]) -> np.ndarray:
         """Clips of a data set -> float32 latents (N, C, T, h, w), stored or encoded now."""
         return clips["latent"] if "latent" in clips else self.codec.encode(clips["video"])
 
     def condition(
-        self, captions: Sequence[str], x0: jax.Array | None = None, given_G: np.ndarray | None = None
+        self,
+        captions: Sequence[str],
+        x0: jax.Array | None = None,
+        given_G: np.ndarray | None = None,
+        count: int | None = None,
     ) -> dict[str, Any]:
-        """The condition of this process's rows of a batch, on the devices.
+        """The condition of this process's rows of a batch, on the devices, all cut along its rows: see `spread`.
 
         Args:
           captions: one a condition.
           x0: clean latents (G, C, T, h, w), on the devices already, whose first frame is given where `given_G` says so.
           given_G: bool (G,), this process's rows: which conditions are image-to-video; None: none, and no frames.
+          count: conditions of the global batch; None: `captions` are all of them.
         """
         try:
-            context = to_global(self.mesh, self.text.embed(captions))
+            context = to_global(self.mesh, self.text.embed(captions), count)
         except ValueError as error:
             raise ConfigError(f"config.{error}") from error
         if given_G is None:
@@ -121,12 +134,18 @@ class Setup:
         assert x0 is not None, "given frames are frames of something"
         mask = np.zeros((len(given_G), 1, x0.shape[2], 1, 1), np.float32)
         mask[given_G, :, 0] = 1.0
-        return cond(context) | {"condition_mask": to_global(self.mesh, mask), "frames": x0}
+        return cond(context) | {"condition_mask": to_global(self.mesh, mask, count), "frames": x0}
+
+    def spread(self, cond: dict[str, Any]) -> dict[str, Any]:
+        """The condition with its text cut as the network takes it. All processes do this together, unlike `condition`,
+        in which one may fail alone."""
+        context = cond["context"]
+        return cond | {"context": distributed.placed(context, mesh_lib.text_sharding(self.mesh, context.shape))}
 
     @property
     def null_cond(self) -> dict[str, Any]:
         """The condition without text: zero features before the projection (specs/cosmos.md, traps)."""
-        return cond(np.zeros((1, self.text.length, self.text.dim), np.float32))
+        return cond(jnp.zeros((1, self.text.length, self.text.dim)))
 
 
 def cond(context: Any) -> dict[str, Any]:
@@ -142,16 +161,14 @@ def conditions(cond: dict[str, Any]) -> int:
 def build(config: ConfigDict) -> Setup:
     """Everything but the network's parameters, data and the sidecar. Raises `ConfigError`."""
     mesh = make_mesh(config)
-    shards = mesh_lib.batch_shards(mesh)
-    for field in ("train.micro_batch", "eval.chunk", *["pretrain.batch_size"] * (config.pretrain.steps > 0)):
-        if get(config, field) % shards:
-            raise ConfigError(
-                f"config.{field}={get(config, field)}: must be a multiple of the mesh's replica * fsdp = {shards}"
-            )
+    check_mesh(config, mesh)
+    for field in ("eval.chunk", *["pretrain.batch_size"] * (config.pretrain.steps > 0)):
+        _check_cut(config, mesh, field)
     return Setup(
         mesh=mesh,
-        codec=build_codec(config, mesh),
-        text=build_text(config, mesh),
+        # Each process encodes, decodes and embeds what is its own, without a word to the others.
+        codec=build_codec(config, distributed.local_mesh(mesh)),
+        text=build_text(config, distributed.local_mesh(mesh)),
         denoise=denoiser(config, config.process.name, mesh),
         process=build_process(config),
         objective=build_objective(config),
@@ -159,6 +176,28 @@ def build(config: ConfigDict) -> Setup:
         rollout_guidance=config.rollout.guidance,
         train_guidance=config.train.guidance,
     )
+
+
+def check_mesh(config: ConfigDict, mesh: Mesh) -> None:
+    """Raises ConfigError where the mesh cannot cut an iteration's micro-batches, the heads or a clip's tokens."""
+    for field in ("train.micro_batch", "rollout.micro_batch"):
+        _check_cut(config, mesh, field)
+    context = mesh.shape["context"]
+    if config.model.heads % context:
+        raise ConfigError(f"config.mesh.context={context}: must divide model.heads={config.model.heads}")
+    _, frames, rows, columns = latent_shape(config)
+    try:
+        mesh_lib.sequence_axis(mesh, frames, rows * columns // 4)  # a patch is 2x2 latents
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_cut(config: ConfigDict, mesh: Mesh, field: str) -> None:
+    shards = mesh_lib.batch_shards(mesh)
+    if get(config, field) % shards:
+        raise ConfigError(
+            f"config.{field}={get(config, field)}: must be a multiple of the mesh's replica * fsdp = {shards}"
+        )
 
 
 def make_mesh(config: ConfigDict) -> Mesh:
@@ -508,9 +547,15 @@ def evaluated_params(config: ConfigDict, s: state.TrainState) -> Any:
     return s.ema if config.eval.ema and s.ema is not None and int(s.step) > 0 else s.params
 
 
-def own_workdir(workdir: Path) -> IO[str]:
-    """`own_folder` for a run's workdir."""
-    return own_folder(workdir, "workdir", "; take another --workdir")
+def own_workdir(workdir: Path) -> contextlib.ExitStack:
+    """`own_folder` for a run's workdir, which belongs to process 0: the others go on when it has it."""
+    lock = contextlib.ExitStack()
+
+    def own() -> None:
+        lock.enter_context(own_folder(workdir, "workdir", "; take another --workdir"))
+
+    distributed.primary(own)
+    return lock
 
 
 def own_folder(folder: Path, field: str, instead: str = "") -> IO[str]:
@@ -531,17 +576,58 @@ def own_folder(folder: Path, field: str, instead: str = "") -> IO[str]:
     return lock
 
 
-def one_process() -> None:
-    """Raises ConfigError under jax.distributed: stop decisions and rewards are not collective yet."""
+def logbook(config: ConfigDict, workdir: Path) -> Logbook:
+    """The run's, which process 0 writes."""
+    log = config.log
+    return Logbook(
+        workdir, primary=distributed.is_primary(), every=log.every, tensorboard=log.tensorboard, wandb=log.wandb
+    )
+
+
+def one_process(what: str) -> None:
+    """Raises ConfigError with several processes: `what` is one's work."""
     count = jax.process_count()
     if count > 1:
-        raise ConfigError(f"{count} processes: training runs in one process for now; start it on one host")
+        raise ConfigError(f"{what}: runs in one process, not in {count}; start it on one host")
 
 
-def to_global(mesh: Mesh, local: np.ndarray) -> jax.Array:
-    """This process's rows of a batch -> the global array, cut along its first axis over replica x fsdp; whole on every
-    device where it has fewer rows than that (16 conditions on 128 data groups)."""
-    local = np.asarray(local)
-    cut = len(local) * jax.process_count() % mesh_lib.batch_shards(mesh) == 0
-    sharding = mesh_lib.batch_sharding(mesh) if cut else mesh_lib.replicated(mesh)
-    return jax.make_array_from_process_local_data(sharding, local)
+def same_run(config: ConfigDict, workdir: Path) -> None:
+    """Raises ConfigError where this process was started with another config or workdir than process 0."""
+    theirs = distributed.primary(lambda: [str(workdir), to_json(config)])
+    if theirs[0] != str(workdir):
+        raise ConfigError(
+            f"--workdir={str(workdir)!r}: process 0 has {theirs[0]!r}; all processes must be given the same"
+        )
+    for field, then, now in differences(config, json.loads(theirs[1])):
+        if field != "reward.url":  # of a fleet of sidecars each process may have its own
+            raise ConfigError(f"config.{field}={now!r}: process 0 has {then!r}; all processes must be given the same")
+
+
+def rows_sharding(mesh: Mesh, count: int) -> NamedSharding:
+    """Of a batch of `count` rows: its first axis over replica x fsdp; whole on every device where they do not divide
+    it (16 conditions on 128 data groups)."""
+    return NamedSharding(mesh, P(mesh_lib.batch_spec(mesh, count)))
+
+
+def own_rows(mesh: Mesh, count: int) -> np.ndarray:
+    """The rows of a batch of `count` that this process's devices hold, ascending: what it gives to `to_global`."""
+    return distributed.own_rows(rows_sharding(mesh, count), (count,))
+
+
+def to_global(
+    mesh: Mesh,
+    rows: np.ndarray,
+    count: int | None = None,
+    sharding_of: Callable[[Mesh, Sequence[int]], NamedSharding] | None = None,
+) -> jax.Array:
+    """A batch's rows -> the global array. No other process is waited for.
+
+    Args:
+      rows: those of `own_rows(mesh, count)`; all of them, on every process the same, where there is no count.
+      count: rows of the global batch.
+      sharding_of: a rule of `parallel.mesh` that cuts other axes as well; None: `rows_sharding`.
+    """
+    rows = np.asarray(rows)
+    shape = (len(rows) if count is None else count, *rows.shape[1:])
+    sharding = sharding_of(mesh, shape) if sharding_of else rows_sharding(mesh, shape[0])
+    return distributed.from_rows(sharding, rows, shape)

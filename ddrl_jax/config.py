@@ -18,7 +18,11 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 # What may change between the first start of a run and a later one in the same workdir.
-MAY_DIFFER = ("train.steps", "mesh", "log", "checkpoint", "monitor", "reward.url", "prepare", "study", "export", "plan")
+MAY_DIFFER = (
+    *("train.steps", "mesh", "log", "checkpoint", "monitor", "reward.url", "prepare", "study", "export", "plan"),
+    # How it is computed and not what, up to rounding: another machine may want another choice.
+    *("model.remat", "model.attention", "train.micro_batch", "rollout.micro_batch", "train.trajectory"),
+)
 
 PROCESS_FIELDS = {
     "edm_churn": [

@@ -95,13 +95,14 @@ def at_step(trajectory: Trajectory, k: jax.Array, setup: build.Setup) -> Traject
         return mesh_lib.on_device(setup.mesh, x) if field in PER_ROLLOUT else x
 
     fields = (*PER_ROLLOUT, "sigma", "sigma_next", "std", "prev_sigma", "step")
-    return dataclasses.replace(trajectory, **{f: at(getattr(trajectory, f), f) for f in fields}, init_noise=None)
+    changes: dict[str, Any] = {f: at(getattr(trajectory, f), f) for f in fields}
+    return dataclasses.replace(trajectory, **changes, init_noise=None)
 
 
 def pick_rollouts(step: Trajectory, pick: Callable[[jax.Array], jax.Array]) -> Trajectory:
     """One recorded step's rollouts, chosen by `pick` on arrays with a leading B."""
-    fields = {f: getattr(step, f) for f in PER_ROLLOUT}
-    return dataclasses.replace(step, **{f: None if x is None else pick(x[0])[None] for f, x in fields.items()})
+    known: dict[str, Any] = {f: getattr(step, f) for f in PER_ROLLOUT if getattr(step, f) is not None}
+    return dataclasses.replace(step, **{f: pick(x[0])[None] for f, x in known.items()})
 
 
 def _accumulate(

@@ -181,9 +181,9 @@ class Update:
         with the text projected: once, and not at every step."""
         ro = self.config.rollout
         denoise: Denoiser = setup.denoise
-        cond = setup.denoise.project(params, cond)
+        cond = setup.projected(params, cond)
         if ro.guidance:
-            denoise = guided(denoise, ro.guidance, setup.denoise.project(params, setup.null_cond))
+            denoise = guided(denoise, ro.guidance, setup.projected(params, setup.null_cond))
         return in_parts(denoise, ro.micro_batch, setup.mesh) if ro.micro_batch else denoise, cond
 
     def _trained_steps(self, key: jax.Array, step: jax.Array) -> tuple[Any, Any]:

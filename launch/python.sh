@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the scripts beside it: finds a Python of 3.11 or newer and makes virtual environments.
 
 find_python() {

@@ -35,7 +35,7 @@ def call(capsys, *arguments):
         ("--config.train.learning_rate=nan", "config.train.learning_rate=nan: must be a number"),
         (
             "--config.rollout.group_size=3",
-            "config.rollout.group_size=3: must divide train.micro_batch=4",
+            "config.train.micro_batch=4: must be a multiple of rollout.group_size=3, or divide it",
         ),
         ("--config.train.micro_batch=16", "config.train.micro_batch=16: must divide the batch, rollout.conditions"),
         ("--config.train.ema_rate=0.5", "config.train.ema_rate=0.5: must be below 0.288"),
@@ -53,9 +53,13 @@ def call(capsys, *arguments):
         ("--config.model.mlp_ratio=0.", "config.model.mlp_ratio=0.0: must give the MLP"),
         ("config.train.steps=3", "'config.train.steps=3': is no flag; flags begin with --"),
         (
-            "--config.train.micro_batch=2",
-            "config.rollout.group_size=4: must divide train.micro_batch=2 (a group is never split over micro-batches)",
+            "--config.rollout.micro_batch=3",
+            "config.rollout.micro_batch=3: must be a multiple of rollout.group_size=4, or divide it",
         ),
+        ("--config.rollout.micro_batch=16", "config.rollout.micro_batch=16: must divide the batch, rollout.conditions"),
+        ("--config.model.remat=some", "config.model.remat='some': must be one of none, full, save-attention"),
+        ("--config.model.attention=flash", "config.model.attention='flash': must be one of auto, xla, cudnn, splash"),
+        ("--config.train.trajectory=disk", "config.train.trajectory='disk': must be device or host"),
         (
             "--config.train.updates_per_rollout=3",
             "config.train.updates_per_rollout=3: updates times train.micro_batch=4 must divide the 8 rollouts",
@@ -181,7 +185,7 @@ def test_a_workdir_that_cannot_be_made_or_is_in_use(tmp_path):
 )
 def test_what_the_objects_of_a_run_refuse_is_one_line(field, value, message):
     config = tiny.config()
-    config.mesh.context = 8
+    config.mesh.fsdp, config.mesh.context = 4, 2
     section, name = field.split(".")
     config[section][name] = value
     with pytest.raises(config_lib.ConfigError) as error:

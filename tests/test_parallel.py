@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ddrl_jax import build, update
+from ddrl_jax import config as config_lib
 from ddrl_jax.parallel import attention as attention_module
 from ddrl_jax.parallel import mesh as mesh_lib
 
@@ -25,7 +26,8 @@ from . import tiny
     [
         ((8, 16, 4, 6, 6), P(("replica", "fsdp"), None, "context")),
         ((8, 16, 1, 6, 6), P(("replica", "fsdp"), None, None)),  # an image
-        ((6, 16, 4, 6, 6), P(None, None, "context")),  # no whole number of rows a device
+        ((6, 16, 4, 6, 6), P("replica", None, "context")),  # no whole number of rows a device
+        ((5, 16, 3, 6, 6), P()),
     ],
 )
 def test_latents_are_cut_along_rows_and_frames_and_so_are_their_gradients(shape, want):
@@ -61,8 +63,9 @@ def test_parameters_are_cut_along_what_a_layer_reads_and_vectors_are_not():
 
 def test_text_is_cut_along_its_width_as_the_kernel_that_projects_it():
     mesh = mesh_lib.make_mesh(replica=2, fsdp=2, context=2)
-    assert mesh_lib.text_sharding(mesh, (2, 5, 64)).spec == P(None, None, ("fsdp", "context"))
+    assert mesh_lib.text_sharding(mesh, (2, 5, 64)).spec == P("replica", None, ("fsdp", "context"))
     assert mesh_lib.text_sharding(mesh, (4, 5, 63)).spec == P(("replica", "fsdp"))
+    assert mesh_lib.text_sharding(mesh, (3, 5, 64)).spec == P(None, None, ("fsdp", "context"))
     assert mesh_lib.text_sharding(mesh, (3, 5, 63)).is_fully_replicated
 
 
@@ -96,7 +99,7 @@ def test_the_gradient_of_a_kernel_is_summed_in_float32_and_scattered():
 # ---- rollout, data loss and update -----------------------------------------------------------------------------------
 
 
-def setting(conditions, group, *, replica=1, micro_batch=None):
+def setting(conditions, group, *, replica=1, micro_batch=None, **fields):
     """A method on eight devices with what its functions take: (method, {name: arguments})."""
     config = tiny.config()
     config.mesh.replica, config.mesh.fsdp, config.mesh.context = replica, 8 // replica, 1
@@ -104,6 +107,9 @@ def setting(conditions, group, *, replica=1, micro_batch=None):
     config.train.micro_batch = micro_batch or conditions * group
     config.objective.data_beta = 0.1
     config.model.remat = "full"
+    for field, value in fields.items():
+        section, _, name = field.rpartition(".")
+        config_lib.get(config, section)[name] = value
     setup = build.build(config)
     method = update.Update(config, setup)
 
@@ -191,6 +197,29 @@ def test_fewer_conditions_than_shards_and_queries_in_blocks(monkeypatch):
     monkeypatch.setattr(attention_module, "LOGITS_BYTES", 2 * TOKENS * 4 * 12)  # 12 queries fit: 3 blocks
     program = update_program(4, 16, replica=2)
     assert max(elements for _, elements in collectives(program)) <= largest_parameter()
+
+
+def test_recorded_steps_on_the_host_and_rollouts_in_parts_change_nothing():
+    def iteration(**fields):
+        method, (params, state, key, zero, cond, _, rewarded) = setting(8, 8, **fields)
+        x0, trajectory = method.rollout(params, key, zero, cond, keep_mean=True)
+        gap = method.replay_gap(params, trajectory, cond)
+        state, metrics, _ = method.apply(state, key, 0, x0, trajectory, cond, rewarded, None, None)
+        return x0, trajectory, gap, state.params, metrics
+
+    device = iteration()
+    host = iteration(**{"train.trajectory": "host"})
+    assert host[1].x.sharding.memory_kind == "pinned_host" and device[1].x.sharding.memory_kind != "pinned_host"
+    for field in ("x", "x_next", "mean_old", "prev_x0"):
+        np.testing.assert_array_equal(np.asarray(getattr(host[1], field))[:-1], getattr(device[1], field))
+    parts = iteration(micro_batch=16, **{"rollout.micro_batch": 16, "log.step_grad_norms": False})
+    assert "step_grad_norm" in device[4] and "step_grad_norm" not in parts[4]
+    for other in (host, parts):
+        assert float(other[2].max()) < 1e-3
+        np.testing.assert_allclose(other[0], device[0], atol=2e-5)
+        np.testing.assert_allclose(other[4]["grad_norm"], device[4]["grad_norm"], rtol=1e-4)
+        for a, b in zip(jax.tree.leaves(other[3]), jax.tree.leaves(device[3]), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_micro_batches():

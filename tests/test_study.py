@@ -96,7 +96,7 @@ def _evaluations_made(c):
 
     What is differentiated is the policy; other networks are told apart by their only parameter.
     """
-    c.mesh.context = 8
+    c.mesh.fsdp, c.mesh.context = 4, 2
     made = collections.Counter()
 
     def counting(phase):

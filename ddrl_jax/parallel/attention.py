@@ -32,6 +32,10 @@ SAVED = "attention"
 # Most logits of one sample at once: 192 of 86,400 queries with Cosmos-2B's 16 heads. A device holds that much for each
 # of the samples that it has of the batch.
 LOGITS_BYTES = 1 << 30
+# On CPU, most logits of a device at once: the passes of a softmax over what left the cache cost more than the products.
+CACHE_BYTES = 4 << 20
+# But no fewer queries than this: the products of fewer are slow.
+CACHE_QUERIES = 32
 
 
 def attention(
@@ -59,7 +63,7 @@ def attention(
       ValueError: a form that does not take these arrays.
     """
     chex.assert_rank([q_BLNK, k_BSNK, v_BSNK], 4)
-    form = FORMS[resolve(kind, mesh, q_BLNK, k_BSNK)]
+    form = _form(kind, mesh, q_BLNK, k_BSNK)
     if mesh is None or mesh.size == 1:
         return form(q_BLNK, k_BSNK, v_BSNK)
     heads = P(batch_spec(mesh, q_BLNK.shape[0]), None, "context")
@@ -77,7 +81,7 @@ def attention_to_text(
     rows = None if mesh is None else batch_spec(mesh, B)
     axis = None if mesh is None else sequence_axis(mesh, T, H)
     here = (T * H if axis is None or mesh is None else T * H // mesh.shape["context"], N, K)
-    form = FORMS[resolve(kind, mesh, jax.ShapeDtypeStruct((B, *here), q_BTHNK.dtype), k_BSNK)]
+    form = _form(kind, mesh, jax.ShapeDtypeStruct((B, *here), q_BTHNK.dtype), k_BSNK)
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return form(q.reshape(q.shape[0], -1, N, K), k, v).reshape(q.shape)
@@ -94,7 +98,7 @@ def attention_to_text(
 
 def resolve(kind: str, mesh: Mesh | None, q_BLNK: Any, k_BSNK: Any) -> str:
     """The form that `kind` stands for with these arrays or their shapes. Raises ValueError where it takes them not."""
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    platform = _platform(mesh)
     L, (_, S, _, K), dtype = q_BLNK.shape[1], k_BSNK.shape, jnp.dtype(q_BLNK.dtype)
     fits = {
         "cudnn": dtype in (jnp.bfloat16, jnp.float16) and K % 8 == 0 and K <= 128,
@@ -113,6 +117,16 @@ def resolve(kind: str, mesh: Mesh | None, q_BLNK: Any, k_BSNK: Any) -> str:
             "take auto or xla"
         )
     return kind
+
+
+def _platform(mesh: Mesh | None) -> str:
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+
+
+def _form(kind: str, mesh: Mesh | None, q_BLNK: Any, k_BSNK: Any) -> Callable[..., jax.Array]:
+    """The function that `kind` stands for with these arrays."""
+    name = resolve(kind, mesh, q_BLNK, k_BSNK)
+    return functools.partial(_xla, in_cache=True) if name == "xla" and _platform(mesh) == "cpu" else FORMS[name]
 
 
 def to_heads(x_BTHNK: jax.Array, mesh: Mesh | None) -> jax.Array:
@@ -187,10 +201,11 @@ def _splash(q_BLNK: jax.Array, k_BSNK: jax.Array, v_BSNK: jax.Array) -> jax.Arra
 
     L, (_, S, N, K) = q_BLNK.shape[1], k_BSNK.shape
     # The backward pass writes one part of dq a block of keys, so these are large.
-    q_block, kv_block, kv_large, kv_part = _splash_block(L, 1024), _splash_block(S, 1024), _splash_block(S, 4096), 0
+    q_block, kv_block, kv_large = _splash_block(L, 1024), _splash_block(S, 1024), _splash_block(S, 4096)
     kv_part = _splash_block(kv_large, 1280)
+    heads = max(n for n in range(1, 5) if N % n == 0)
     kernel = splash.make_splash_mha(
-        mask=splash.MultiHeadMask([splash.FullMask((L, S))] * N),
+        mask=splash.MultiHeadMask([splash.FullMask((L, S))] * heads),
         block_sizes=splash.BlockSizes(
             block_q=q_block,
             block_kv=kv_block,
@@ -204,8 +219,11 @@ def _splash(q_BLNK: jax.Array, k_BSNK: jax.Array, v_BSNK: jax.Array) -> jax.Arra
         q_seq_shards=1,
         residual_checkpoint_name=SAVED if L == S else None,
     )
-    q, k, v = (jnp.moveaxis(x, 2, 1) for x in (q_BLNK * K**-0.5, k_BSNK, v_BSNK))
-    return jnp.moveaxis(jax.vmap(kernel)(q, k, v), 1, 2)
+    # A few heads of one sample at a time: several samples would want several times the kernel's memory on the chip, and
+    # the parts of dq of all heads gigabytes beside it.
+    parts = tuple(jnp.moveaxis(x, 2, 1).reshape(-1, heads, x.shape[1], K) for x in (q_BLNK * K**-0.5, k_BSNK, v_BSNK))
+    y = jax.lax.map(lambda part: kernel(*part), parts)
+    return jnp.moveaxis(y.reshape(-1, N, L, K), 1, 2)
 
 
 def _splash_block(length: int, most: int) -> int:
@@ -213,10 +231,10 @@ def _splash_block(length: int, most: int) -> int:
     return max(n for n in range(128, min(length, most) + 1, 128) if length % n == 0)
 
 
-def _xla(q_BLNK: jax.Array, k_BSNK: jax.Array, v_BSNK: jax.Array) -> jax.Array:
-    _, L, N, _ = q_BLNK.shape
-    wide = jnp.promote_types(q_BLNK.dtype, jnp.float32)
-    block = _block(L, N * k_BSNK.shape[1] * wide.itemsize)
+def _xla(q_BLNK: jax.Array, k_BSNK: jax.Array, v_BSNK: jax.Array, in_cache: bool = False) -> jax.Array:
+    B, L, N, _ = q_BLNK.shape
+    query_bytes = N * k_BSNK.shape[1] * jnp.promote_types(q_BLNK.dtype, jnp.float32).itemsize
+    block = _block_in_cache(L, query_bytes, B) if in_cache else _block(L, query_bytes)
     return _plain(q_BLNK, k_BSNK, v_BSNK) if block == L else _blocked(q_BLNK, k_BSNK, v_BSNK, block)
 
 
@@ -226,6 +244,13 @@ FORMS: dict[str, Callable[..., jax.Array]] = {"xla": _xla, "cudnn": _cudnn, "spl
 def _block(length: int, query_bytes: int) -> int:
     """Queries in a block: the most that divide `length` and have logits within LOGITS_BYTES; at least one."""
     return max(n for n in range(1, length + 1) if length % n == 0 and (n == 1 or n * query_bytes <= LOGITS_BYTES))
+
+
+def _block_in_cache(length: int, query_bytes: int, rows: int) -> int:
+    """As `_block`, but rather so few that the logits of `rows` samples are within CACHE_BYTES."""
+    most = _block(length, query_bytes)
+    enough = [n for n in range(CACHE_QUERIES, most + 1) if length % n == 0 and n * query_bytes <= LOGITS_BYTES]
+    return max((n for n in enough if n * rows * query_bytes <= CACHE_BYTES), default=min(enough, default=most))
 
 
 def _plain(q_BLNK: jax.Array, k_BSNK: jax.Array, v_BSNK: jax.Array) -> jax.Array:
@@ -242,28 +267,48 @@ def _logits(q_BLNK: jax.Array, k_BSNK: jax.Array) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _blocked(q_BLNK: jax.Array, k_BSNK: jax.Array, v_BSNK: jax.Array, block: int) -> jax.Array:
     """`_plain`, `block` queries at a time; the backward pass computes their logits again from the log-sum-exp
-    (FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2, with the keys in one block)."""
+    (FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2, with the keys in one block).
+
+    All products have heads before tokens and none has a transposed operand with a block's (L, S), which a CPU would
+    copy: the gradients of keys and values come as (B,N,K,S)."""
     return _blocked_forward(q_BLNK, k_BSNK, v_BSNK, block)[0]
 
 
+def _by_head(x_BLNK: jax.Array) -> jax.Array:
+    return jnp.moveaxis(x_BLNK, 2, 1)
+
+
 def _in_blocks(x_BLNK: jax.Array, block: int) -> jax.Array:
-    return jnp.moveaxis(x_BLNK.reshape(x_BLNK.shape[0], -1, block, *x_BLNK.shape[2:]), 1, 0)
+    x_XBLNK = jnp.moveaxis(x_BLNK.reshape(x_BLNK.shape[0], -1, block, *x_BLNK.shape[2:]), 1, 0)
+    return jnp.moveaxis(x_XBLNK, 3, 2)
 
 
-def _whole(x_XBLNK: jax.Array) -> jax.Array:
-    x = jnp.moveaxis(x_XBLNK, 0, 1)
+def _whole(x_XBNLK: jax.Array) -> jax.Array:
+    x = jnp.moveaxis(x_XBNLK, (0, 2), (1, 3))
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-def _blocked_forward(q_BLNK: jax.Array, k_BSNK: jax.Array, v_BSNK: jax.Array, block: int) -> tuple[jax.Array, Any]:
-    def of_block(q: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits_BNLS = _logits(q, k_BSNK)
-        lse_BNL = jax.nn.logsumexp(logits_BNLS, axis=-1)
-        weights_BNLS = jnp.exp(logits_BNLS - lse_BNL[..., None]).astype(q.dtype)
-        return jnp.einsum("bnls,bsnk->blnk", weights_BNLS, v_BSNK), jnp.moveaxis(lse_BNL, 2, 1)
+def _block_logits(q_BNLK: jax.Array, k_BNSK: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(q_BNLK.dtype, jnp.float32)
+    logits_BNLS = jnp.einsum("bnlk,bnsk->bnls", q_BNLK, k_BNSK, preferred_element_type=wide)
+    return logits_BNLS * q_BNLK.shape[-1] ** -0.5
 
-    y_XBLNK, lse_XBLN = jax.lax.map(of_block, _in_blocks(q_BLNK, block))
-    y, lse = _whole(y_XBLNK), _whole(lse_XBLN)
+
+def _blocked_forward(q_BLNK: jax.Array, k_BSNK: jax.Array, v_BSNK: jax.Array, block: int) -> tuple[jax.Array, Any]:
+    dtype, wide = q_BLNK.dtype, jnp.promote_types(q_BLNK.dtype, jnp.float32)
+    k_BNSK, v_BNSK = _by_head(k_BSNK), _by_head(v_BSNK)
+
+    def of_block(q_BNLK: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits_BNLS = _block_logits(q_BNLK, k_BNSK)
+        max_BNL = jnp.max(logits_BNLS, axis=-1)
+        weights_BNLS = jnp.exp(logits_BNLS - max_BNL[..., None])
+        sum_BNL = jnp.sum(weights_BNLS, axis=-1)
+        # Divided after the product: one pass over the weights less.
+        y = jnp.einsum("bnls,bnsk->bnlk", weights_BNLS.astype(dtype), v_BNSK, preferred_element_type=wide)
+        return (y / sum_BNL[..., None]).astype(dtype), max_BNL + jnp.log(sum_BNL)
+
+    y_XBNLK, lse_XBNL = jax.lax.map(of_block, _in_blocks(q_BLNK, block))
+    y, lse = _whole(y_XBNLK), _whole(lse_XBNL)
     if q_BLNK.shape[1] == k_BSNK.shape[1]:  # as with cuDNN's, self-attention only
         y, lse = checkpoint_name(y, SAVED), checkpoint_name(lse, SAVED)
     return y, (q_BLNK, k_BSNK, v_BSNK, y, lse)
@@ -273,23 +318,26 @@ def _blocked_backward(block: int, kept: Any, dy_BLNK: jax.Array) -> tuple[jax.Ar
     q_BLNK, k_BSNK, v_BSNK, y_BLNK, lse_BLN = kept
     dtype, wide = q_BLNK.dtype, jnp.promote_types(q_BLNK.dtype, jnp.float32)
     scale = q_BLNK.shape[-1] ** -0.5
+    k_BNSK, v_BNSK = _by_head(k_BSNK), _by_head(v_BSNK)
     delta_BLN = jnp.sum(y_BLNK.astype(wide) * dy_BLNK.astype(wide), axis=-1)
 
     def of_block(sums: Any, at: Any) -> tuple[Any, jax.Array]:
-        q, dy, lse, delta = at
-        weights_BNLS = jnp.exp(_logits(q, k_BSNK) - jnp.moveaxis(lse, 1, 2)[..., None])
-        dweights_BNLS = jnp.einsum("blnk,bsnk->bnls", dy, v_BSNK, preferred_element_type=wide)
-        dlogits_BNLS = (weights_BNLS * (dweights_BNLS - jnp.moveaxis(delta, 1, 2)[..., None])).astype(dtype)
+        q_BNLK, dy_BNLK, lse_BNL, delta_BNL = at
+        weights_BNLS = jnp.exp(_block_logits(q_BNLK, k_BNSK) - lse_BNL[..., None])
+        dweights_BNLS = jnp.einsum("bnlk,bnsk->bnls", dy_BNLK, v_BNSK, preferred_element_type=wide)
+        dlogits_BNLS = (weights_BNLS * (dweights_BNLS - delta_BNL[..., None])).astype(dtype)
         # Sums over blocks stay wide: hundreds of them stall in bfloat16.
-        dk = jnp.einsum("bnls,blnk->bsnk", dlogits_BNLS, q, preferred_element_type=wide)
-        dv = jnp.einsum("bnls,blnk->bsnk", weights_BNLS.astype(dtype), dy, preferred_element_type=wide)
-        dq = jnp.einsum("bnls,bsnk->blnk", dlogits_BNLS, k_BSNK, preferred_element_type=wide)
+        dk = jnp.einsum("bnlk,bnls->bnks", q_BNLK, dlogits_BNLS, preferred_element_type=wide)
+        dv = jnp.einsum("bnlk,bnls->bnks", dy_BNLK, weights_BNLS.astype(dtype), preferred_element_type=wide)
+        dq = jnp.einsum("bnls,bnsk->bnlk", dlogits_BNLS, k_BNSK, preferred_element_type=wide)
         return jax.tree.map(jnp.add, sums, (dk, dv)), (dq * scale).astype(dtype)
 
-    zeros = jnp.zeros(k_BSNK.shape, wide)
+    B, N, S, K = k_BNSK.shape
+    zeros = jnp.zeros((B, N, K, S), wide)
     items = tuple(_in_blocks(x, block) for x in (q_BLNK, dy_BLNK, lse_BLN, delta_BLN))
-    (dk, dv), dq_XBLNK = jax.lax.scan(of_block, (zeros, zeros), items)
-    return _whole(dq_XBLNK), (dk * scale).astype(dtype), dv.astype(dtype)
+    (dk_BNKS, dv_BNKS), dq_XBNLK = jax.lax.scan(of_block, (zeros, zeros), items)
+    dk, dv = (jnp.moveaxis(x, 3, 1).astype(dtype) for x in (dk_BNKS * scale, dv_BNKS))
+    return _whole(dq_XBNLK), dk, dv
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)

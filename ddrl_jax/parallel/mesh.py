@@ -64,8 +64,11 @@ def batch_shards(mesh: Mesh) -> int:
 
 
 def batch_spec(mesh: Mesh, rows: int) -> Any:
-    """What an axis of `rows` samples is cut over; None where the shards do not divide it."""
-    return BATCH[0] if rows % batch_shards(mesh) == 0 else None
+    """What an axis of `rows` samples is cut over: replica x fsdp, or replica alone (64 conditions of 512 rollouts on 64
+    replicas of 8), or nothing, as the shards divide it."""
+    if rows % batch_shards(mesh) == 0:
+        return BATCH[0]
+    return _replica_spec(mesh, rows)
 
 
 def sequence_axis(mesh: Mesh, frames: int, tokens: int) -> int | None:
@@ -99,11 +102,15 @@ def latent_sharding(mesh: Mesh, shape: Sequence[int], lead: int = 0) -> NamedSha
 
 def text_sharding(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
     """Of text features (G,S,D): their width over fsdp x context, as the kernel that projects them (`product` with
-    gather=False); where it cannot be cut, conditions over replica x fsdp."""
+    gather=False), and conditions over replica; where the width cannot be cut, conditions over replica x fsdp."""
     size = mesh.shape["fsdp"] * mesh.shape["context"]
     if size > 1 and shape[-1] % size == 0:
-        return NamedSharding(mesh, P(None, None, _CUT))
+        return NamedSharding(mesh, P(_replica_spec(mesh, shape[0]), None, _CUT))
     return NamedSharding(mesh, P(batch_spec(mesh, shape[0])))
+
+
+def _replica_spec(mesh: Mesh, rows: int) -> str | None:
+    return "replica" if rows % mesh.shape["replica"] == 0 else None
 
 
 def pin(mesh: Mesh | None, x: jax.Array, *spec: Any) -> jax.Array:
@@ -184,7 +191,7 @@ def product(x: jax.Array, kernel: jax.Array, mesh: Mesh, gather: bool = True) ->
     `gather` False the kernel stays where it is and x has its d_in cut likewise: partial products are summed, which is
     less to send where d_in is long and the rows are few.
     """
-    if mesh.shape["context"] > 1:
+    if mesh.shape["context"] > 1 or not gather:
         return _product(x, kernel, mesh, gather)
     # Rows in one axis: with more, the product's weight gradient is preceded by a transposing copy of both operands on
     # CPU, which costs more than the product. Rows that are cut along two axes cannot be merged without sending them.
@@ -194,7 +201,7 @@ def product(x: jax.Array, kernel: jax.Array, mesh: Mesh, gather: bool = True) ->
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _product(x: jax.Array, kernel: jax.Array, mesh: Mesh, gather: bool) -> jax.Array:
     y = x @ _placed(kernel, x.dtype, mesh, gather)
-    return y if gather else pin(mesh, y)
+    return y if gather else pin(mesh, y, _replica_spec(mesh, y.shape[0]))
 
 
 def _placed(kernel: jax.Array, dtype: Any, mesh: Mesh, gather: bool) -> jax.Array:
