@@ -99,7 +99,6 @@ def _workdir(config: ConfigDict, workdir: Path) -> tuple[Any, str]:
 
 
 def _devices(config: ConfigDict) -> tuple[Mesh, str]:
-    build.one_process()
     mesh = build.make_mesh(config)
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     return mesh, f"{jax.device_count()} x {jax.devices()[0].device_kind}: {shape}"

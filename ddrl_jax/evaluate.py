@@ -3,7 +3,8 @@
 Sample i of an evaluation is a pure function of (eval.seed, i, parameters): the noise of a clip is drawn from its own
 key, so before and after, another chunk size and another device count all look at the same draws, and every comparison
 is paired. Judges: a net fitted on the "judge" scans (models.digit_judge), a Fréchet distance in its features, and the
-diffusion loss on scans and prompts that training never sees. Knows nothing of training.
+diffusion loss on scans and prompts that training never sees. Of several processes each samples and sends its rows;
+process 0 alone judges, decodes and writes, while the others wait for the numbers. Knows nothing of training.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ddrl_jax.export import read_weights
 from ddrl_jax.logbook import Logbook, read_metrics, write_text
 from ddrl_jax.models.digit_judge import frechet_distance
 from ddrl_jax.monitor import read_signals
+from ddrl_jax.parallel import distributed
 from ddrl_jax.rewards.mixing import scorer_of
 
 HELDOUT_DRAWS = 4  # noise levels a held-out clip
@@ -67,17 +69,20 @@ class Evaluator:
             raise ConfigError(f"{field}{error}") from error
         # What the noise of a sample is drawn by: its place in the list, or what the data set names it by.
         self._ids = np.asarray(self._prompts.pop("id", np.arange(count)), np.uint32)
-        with book.working("judge: made of clips of its own"):
-            seed, steps = config.eval.seed, config.eval.judge_steps
-            self._judge = data.judge(workdir / "judge.npz", seed=seed, steps=steps, say=book.say)
         # One list of clips serves both: its first ones are what a shorter list would hold.
         heldout = data.heldout_clips(max(count, config.eval.heldout_clips))
         latents = setup.latents(heldout)
-        real = {name: column[:count] for name, column in heldout.items()}
-        values, self._real_features = self._judge(real.get("video"), latents[:count], real)
-        for name, value in values.items():
-            book.say(f"{name}: {value.mean():.1%} of {len(value)} real held-out clips")
 
+        def judge() -> None:
+            with book.working("judge: made of clips of its own"):
+                seed, steps = config.eval.seed, config.eval.judge_steps
+                self._judge = data.judge(workdir / "judge.npz", seed=seed, steps=steps, say=book.say)
+            real = {name: column[:count] for name, column in heldout.items()}
+            values, self._real_features = self._judge(real.get("video"), latents[:count], real)
+            for name, value in values.items():
+                book.say(f"{name}: {value.mean():.1%} of {len(value)} real held-out clips")
+
+        distributed.primary(judge)
         self._heldout_x0 = latents[: config.eval.heldout_clips]
         self._heldout_captions = heldout["caption"][: config.eval.heldout_clips]
         # Of clips that come in several shapes the held-out ones have the most common one, and so have the samples.
@@ -100,16 +105,17 @@ class Evaluator:
                 row[...] = first
         return frames
 
-    def _condition(self, rows: np.ndarray) -> dict[str, Any]:
-        """The condition of prompts `rows`: their text, and their first frames where they have one."""
+    def _condition(self, rows: np.ndarray, chunk: int) -> dict[str, Any]:
+        """The condition of prompts `rows`, this process's of a chunk: their text, and their first frames where they
+        have one."""
         captions = [self._prompts["caption"][i] for i in rows]
         if self._first_NCHW is None:
-            return self.setup.condition(captions)
+            return self.setup.condition(captions, count=chunk)
         x0_BCTHW = np.zeros((len(rows), *self._shape), np.float32)
         first_BCHW = self._first_NCHW[rows]
         given_B = np.isfinite(first_BCHW).all(axis=(1, 2, 3))
         x0_BCTHW[given_B, :, 0] = first_BCHW[given_B]
-        return self.setup.condition(captions, build.to_global(self.setup.mesh, x0_BCTHW), given_B)
+        return self.setup.condition(captions, build.to_global(self.setup.mesh, x0_BCTHW, chunk), given_B, chunk)
 
     # ---------------------------------------------------------------------------------------- jitted
 
@@ -152,19 +158,24 @@ class Evaluator:
         count: int,
         call: Callable[..., jax.Array],
         inputs: Callable[[np.ndarray], tuple],
-        then: Callable[[np.ndarray, slice], None] | None = None,
+        then: Callable[[jax.Array, np.ndarray], None] | None = None,
         ids: np.ndarray | None = None,
     ) -> np.ndarray:
-        """`call(id or index, *inputs(rows))` over equal chunks, the last one padded -> all rows; `then` sees each."""
-        size, parts = self.config.eval.chunk, []
+        """`call(id or index, *inputs(own rows))` over equal chunks, the last one padded -> all rows, on process 0;
+        `then` sees each chunk, on the devices, and its rows."""
+        size, parts, mesh = self.config.eval.chunk, [], self.setup.mesh
+        own = build.own_rows(mesh, size)
         with self.book.progress(title, count) as advance:
             for start in range(0, count, size):
                 rows = np.minimum(np.arange(start, start + size), count - 1)
-                index_B = build.to_global(self.setup.mesh, rows if ids is None else ids[rows])
-                parts.append(np.asarray(call(index_B, *inputs(rows)))[: count - start])
+                index_B = build.to_global(mesh, rows if ids is None else ids[rows])
+                part = call(index_B, *inputs(rows[own]))
                 if then is not None:
-                    then(parts[-1], slice(start, start + len(parts[-1])))
-                advance(len(parts[-1]))
+                    then(part, rows)
+                here = distributed.to_host(part)[: count - start]
+                # The others let it go: a thousand clips of 720p are 23 GB.
+                parts.append(here if distributed.is_primary() else here[:0])
+                advance(len(here))
         return np.concatenate(parts)
 
     # ------------------------------------------------------------------------------------------ call
@@ -175,28 +186,37 @@ class Evaluator:
         config, setup = self.config.eval, self.setup
         count = config.clips if full else config.clips_during
         captions = self._prompts["caption"][:count]
-        tickets: list[Any] = []
+        asked: list[scoring.Asked] = []
         latents = self._in_chunks(
             f"evaluation at {step}",
             count,
             lambda i, c: self._sample(params, i, c),
-            lambda rows: (self._condition(rows),),
+            lambda rows: (setup.spread(self._condition(rows, config.chunk)),),
             ids=self._ids,
             # Sent at once: the sidecar scores this chunk while the next one is sampled.
-            then=lambda x0, rows: tickets.append(self.client.submit(x0, captions[rows])),
+            then=lambda x0, rows: asked.append(
+                scoring.ask(self.client, setup.mesh, x0, lambda i: captions[rows[i]], rows[-1] + 1 - rows[0])
+            ),
         )
-        finite = np.isfinite(latents).all(axis=(1, 2, 3, 4))
         heldout = self._in_chunks(
             f"held-out loss at {step}",
             len(self._heldout_x0),
             lambda i, x, c: self._loss(params, i, x, c),
             lambda rows: (
-                build.to_global(setup.mesh, self._heldout_x0[rows]),
-                setup.condition([self._heldout_captions[i] for i in rows]),
+                build.to_global(setup.mesh, self._heldout_x0[rows], config.chunk),
+                setup.spread(setup.condition([self._heldout_captions[i] for i in rows], count=config.chunk)),
             ),
         )
+        got = rewards.joined([batch.result() for batch in asked])
+        return distributed.primary(lambda: self._measure(step, latents, heldout, got, captions, full))
+
+    def _measure(
+        self, step: int, latents: np.ndarray, heldout: np.ndarray, got: rewards.Scores, captions: list[str], full: bool
+    ) -> dict[str, float]:
+        """The metrics of samples (count, C, T, h, w), their scores and the held-out losses; process 0's work."""
+        config, count = self.config.eval, len(latents)
+        finite = np.isfinite(latents).all(axis=(1, 2, 3, 4))
         judged, features, looks, pixels = self._look(step, np.nan_to_num(latents), write=full)
-        got = rewards.joined([t.result() for t in tickets])
         reward, valid = scoring.total_reward(got, self.config)
         reward = np.where(valid, reward, np.nan)
         weights = self.config.reward.weights.to_dict()
@@ -428,12 +448,14 @@ def summarise(config: ConfigDict, workdir: Path, *, config_file: str, arguments:
 def run(config: ConfigDict, workdir: Path) -> bool:
     """`--mode=eval`: the newest checkpoint of a run, evaluated in full and written to eval/<step>/; in a workdir
     without a run, model.checkpoint, as step 0 of the run that may be trained there."""
-    for line in check_same_run(config, workdir):
-        print(line)
-    started, trained = (workdir / "config.json").exists(), (workdir / "checkpoints/ddrl").is_dir()
+    for line in distributed.primary(lambda: check_same_run(config, workdir)):
+        if distributed.is_primary():
+            print(line)
+    build.same_run(config, workdir)
+    files = (workdir / "config.json", workdir / "checkpoints/ddrl")
+    started, trained = distributed.primary(lambda: [file.exists() for file in files])
     if not started and not config.model.checkpoint:
         raise ConfigError(f"workdir={str(workdir)!r}: holds no run to evaluate; train one there first")
-    build.one_process()
     setup = build.build(config)
     if trained or not config.model.checkpoint:
         step, params = read_weights(config, workdir, "ema" if config.eval.ema and config.train.ema_rate > 0 else "raw")
@@ -442,11 +464,11 @@ def run(config: ConfigDict, workdir: Path) -> bool:
     else:
         step, params = 0, build.init_params(config, setup.mesh, key=None)
     probe, lock = scoring.probe(config, setup), build.own_workdir(workdir)
-    book = Logbook(workdir, primary=jax.process_index() == 0, **config.log)
+    book = build.logbook(config, workdir)
     try:
         with scoring.open_rewards(config, setup.text, workdir, book, probe) as client:
             if not started:
-                write_text(workdir / "config.json", to_json(config))
+                distributed.primary(lambda: write_text(workdir / "config.json", to_json(config)))
             metrics = Evaluator(config, setup, client, workdir, book)(params, step, full=True)
             book.forget_from("eval", step)
             book.write("eval", step, metrics)

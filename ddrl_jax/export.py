@@ -53,7 +53,6 @@ def run(config: ConfigDict, workdir: Path, *, arguments: Sequence[str] = ()) -> 
         print(line)
     if not (workdir / "config.json").exists():
         raise ConfigError(f"workdir={str(workdir)!r}: holds no run to export; train one there first")
-    build.one_process()
     export = config.export
     python = None
     if export.out:

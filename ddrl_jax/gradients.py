@@ -101,8 +101,8 @@ def at_step(trajectory: Trajectory, k: jax.Array, setup: build.Setup) -> Traject
 
 def pick_rollouts(step: Trajectory, pick: Callable[[jax.Array], jax.Array]) -> Trajectory:
     """One recorded step's rollouts, chosen by `pick` on arrays with a leading B."""
-    known: dict[str, Any] = {f: getattr(step, f) for f in PER_ROLLOUT if getattr(step, f) is not None}
-    return dataclasses.replace(step, **{f: pick(x[0])[None] for f, x in known.items()})
+    chosen: dict[str, Any] = {f: pick(getattr(step, f)[0])[None] for f in PER_ROLLOUT if getattr(step, f) is not None}
+    return dataclasses.replace(step, **chosen)
 
 
 def _accumulate(

@@ -21,6 +21,7 @@ from ddrl_jax.config import ConfigError, check_same_run, get
 from ddrl_jax.data import source, video_folder
 from ddrl_jax.data.latent_cache import CacheWriter, LatentCache
 from ddrl_jax.logbook import Logbook
+from ddrl_jax.parallel import distributed
 from ddrl_jax.prepare import sampler
 
 SHARD_BYTES = 256 << 20
@@ -33,7 +34,7 @@ def run(config: ConfigDict, workdir: Path, *, arguments: Sequence[str] = ()) -> 
       ConfigError: no videos, no usable one, another cache there, weights that do not fit.
     """
     del arguments  # what was made is recorded by its fingerprint
-    build.one_process()
+    build.one_process("making the latents (--mode=prepare)")
     out = Path(config.prepare.out or config.data.path)
     fields = ["model.checkpoint"] if config.prepare.prompts else ["data.path"]
     _check_files(config, "codec.path", *fields)
@@ -71,7 +72,6 @@ def ensure(config: ConfigDict, workdir: Path) -> bool:
     What can be found out at once is found out before: encoding takes hours.
     """
     check_same_run(config, workdir)
-    build.one_process()
     build.make_mesh(config)
     _check_files(config, "codec.path", "model.checkpoint", "data.path")
     _asked(config)
@@ -89,7 +89,7 @@ def ensure(config: ConfigDict, workdir: Path) -> bool:
         return run(_here(config), workdir)
     known = {*cache.names, *(name for name, _ in cache.skipped)}
     new = sum(f.stem not in known for f in (Path(config.data.path) / "videos").glob("[!.]*.*"))
-    if new:
+    if new and distributed.is_primary():
         print(f"{config.data.path}: {new} videos are not in {source.LATENTS}/ yet; --mode=prepare adds them")
     if config.text_encoder.where == "cached":
         features = build.text_cache(config)

@@ -6,6 +6,11 @@ micro-batches -> one clipped AdamW step -> EMA. Other methods differ in `update.
 fold_in(key, step) and the data of step n is a pure function of (seed, n), so the step is all that a resumed run needs
 to know.
 
+Of several processes each has its own rows of the data and of the rollouts, and process 0 the workdir. All go through
+the same jitted calls in the same order, whatever one of them meets on the way: rewards are waited for between two such
+calls, and what ends a run early (a signal, data that cannot be read, a refused token) is agreed on first, so that all
+save the same step (`parallel.distributed`).
+
 Dims: B rollouts, G conditions, N rollouts a condition (B = G N), K trained steps, M data draws, U updates an iteration,
 m rollouts a micro-batch.
 """
@@ -14,18 +19,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grain
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from ddrl_jax import build, monitor, rewards, scoring, state
@@ -35,12 +42,20 @@ from ddrl_jax.data import pipeline
 from ddrl_jax.diffusion.sampler import Trajectory
 from ddrl_jax.gradients import data_gradient
 from ddrl_jax.logbook import Logbook, read_metrics, write_text
+from ddrl_jax.parallel import distributed
+from ddrl_jax.parallel import mesh as mesh_lib
 from ddrl_jax.rl.objective import Objective
 from ddrl_jax.update import INIT, PRETRAIN, Update, to_device
 
 
 class RunStopped(RuntimeError):
     """The run ended itself: invalid rewards, non-finite steps, or a replay that disagrees with the rollout."""
+
+
+def stopped_by_all(text: str) -> RunStopped:
+    """For what every process has found, so that each ends by itself."""
+    distributed.ending()
+    return RunStopped(text)
 
 
 class Evaluator(Protocol):
@@ -75,8 +90,8 @@ class Iteration:
         names = [k for k, v in self.updates[0].items() if k != "skipped_in_a_row" and np.ndim(v) == 0]
         columns = {k: [float(m[k]) for m in self.updates] for k in names}
         if "step_grad_norm" in self.updates[0]:
-            steps = np.asarray(self.updates[0]["trained_steps"])
-            norms_UK = np.stack([np.asarray(m["step_grad_norm"]) for m in self.updates])
+            steps = distributed.to_host(self.updates[0]["trained_steps"])
+            norms_UK = np.stack([distributed.to_host(m["step_grad_norm"]) for m in self.updates])
             columns |= {f"grad_norm/step{k:02d}": list(map(float, norms_UK[:, i])) for i, k in enumerate(steps)}
         return {k: reduce[k](v) if k in reduce else sum(v) / len(v) for k, v in columns.items()} | self.record
 
@@ -99,19 +114,20 @@ def run(config: ConfigDict, workdir: Path, make_evaluator: Callable[..., Evaluat
       ConfigError: bad input. RunStopped: the run ended itself; a state at most checkpoint.every old is saved.
     """
     # --- set-up --------------------------------------------------------------------------------------------
-    for line in check_same_run(config, workdir):
-        print(line)
-    build.one_process()
+    for line in distributed.primary(lambda: check_same_run(config, workdir)):
+        if distributed.is_primary():
+            print(line)
+    build.same_run(config, workdir)
     setup = build.build(config)
-    clip_dataset(config, config.rollout.conditions)  # bad data is found before anything is started
+    clip_dataset(config, setup.mesh, config.rollout.conditions)  # bad data is found before anything is started
     check_base(config)
     probe = scoring.probe(config, setup)
     lock = build.own_workdir(workdir)
-    if not (workdir / "config.json").exists():
+    if distributed.is_primary() and not (workdir / "config.json").exists():
         # What a start that came to nothing left here may have been made for other settings.
         shutil.rmtree(workdir / "scorer", ignore_errors=True)
         (workdir / "judge.npz").unlink(missing_ok=True)
-    book = Logbook(workdir, primary=jax.process_index() == 0, **config.log)
+    book = build.logbook(config, workdir)
     try:
         with scoring.open_rewards(config, setup.text, workdir, book, probe) as client, interrupts() as stop:
             evaluator = make_evaluator(config, setup, client, workdir, book)
@@ -122,9 +138,7 @@ def run(config: ConfigDict, workdir: Path, make_evaluator: Callable[..., Evaluat
                 with book.working(f"network: read from {config.model.checkpoint}"):
                     base = [build.init_params(config, setup.mesh, key=None)]
             # Only now: a start that bad input ended must not bind the workdir to that input.
-            if jax.process_index() == 0 and not (workdir / "config.json").exists():
-                write_text(workdir / "config.json", to_json(config))
-            build.check_adapter_base(config, workdir)
+            distributed.primary(lambda: bind(config, workdir))
             if not base:
                 with Checkpoints(workdir / "checkpoints/pretrain", keep=2, config=saved) as checkpoints:
                     base = [pretrain(config, setup, book, checkpoints, stop)]
@@ -134,10 +148,17 @@ def run(config: ConfigDict, workdir: Path, make_evaluator: Callable[..., Evaluat
                 # Popped: this frame holds no second copy of the network.
                 return reinforce(config, setup, workdir, book, client, evaluator, checkpoints, base.pop(), stop)
     except UnreadableError as error:
-        raise RunStopped(f"{error}; remove the folder to start that stage again") from error
+        raise stopped_by_all(f"{error}; remove the folder to start that stage again") from error
     finally:
         book.close()
         lock.close()
+
+
+def bind(config: ConfigDict, workdir: Path) -> None:
+    """The workdir is this config's from now on, and that of the weights an adapter is of."""
+    if not (workdir / "config.json").exists():
+        write_text(workdir / "config.json", to_json(config))
+    build.check_adapter_base(config, workdir)
 
 
 @contextlib.contextmanager
@@ -176,7 +197,7 @@ def pretrain(
         objective = Objective(data_beta=1.0, cond_dropout=config.pretrain.cond_dropout)
         data_key = jax.random.fold_in(key, PRETRAIN)
 
-        @jax.jit
+        @functools.partial(jax.jit, donate_argnums=0)
         def update(s: state.TrainState, x0_BX: jax.Array, cond: dict[str, Any]) -> Any:
             loss, _, grads = data_gradient(
                 s.params,
@@ -196,11 +217,15 @@ def pretrain(
             _log_pretrain(book, *done, total)
             _check_finite(int(done[1]["skipped_in_a_row"]), config.train.max_skipped_in_a_row)
 
-        batches = _read_ahead(clip_dataset(config, config.pretrain.batch_size), step)
+        upcoming = Upcoming(config, setup, config.pretrain.batch_size, step, total)
+        early = distributed.Told(setup.mesh)
+        early.tell(stop(), upcoming.fault is not None)
         pending, started = None, time.perf_counter()
         with book.progress("pre-training", total, step) as advance:
-            while step < total and not stop():
-                x0_BX, cond, _ = next_batch(config, setup, batches, step)
+            while step < total and not any(early.told()):
+                x0_BX, cond, _ = upcoming.take()
+                upcoming.read()
+                early.tell(stop(), upcoming.fault is not None)
                 train_state, metrics = update(train_state, x0_BX, cond)
                 # The metrics of the step before: reading this one's would make dispatch wait.
                 if pending is not None:
@@ -215,7 +240,12 @@ def pretrain(
                     checkpoints.save(step, train_state)
             if pending is not None:
                 log(pending)
+        _, failed = early.told()
+        if failed:
+            distributed.ending()
         checkpoints.save(step, train_state, wait=True)
+        if failed:
+            raise upcoming.fault or distributed.ended_elsewhere()
     if step < total:
         book.say(f"stopped in pre-training at step {step} of {total}; the same command goes on from there")
         return None
@@ -320,8 +350,9 @@ def reinforce(
     del found
     step, total = int(s.step), config.train.steps
     guard = Guard(config, workdir, book)
-    if restored and guard.stopped() is not None:
-        book.say(f"this run was ended by its monitor ({guard.stopped()}); --config.monitor.on_hacking=warn goes on")
+    ended_by = guard.stopped() if restored else None
+    if ended_by is not None:
+        book.say(f"this run was ended by its monitor ({ended_by}); --config.monitor.on_hacking=warn goes on")
         evaluate_the_end(config, workdir, evaluator, method, s)
         return True
     if restored and step >= total:
@@ -335,7 +366,8 @@ def reinforce(
     def evaluate(full: bool) -> bool:
         """Evaluates, unless metrics.jsonl has it already. Returns whether the monitor ends the run here."""
         nonlocal s
-        if not (book.has("eval", step) and (not full or (workdir / f"eval/{step:06d}/eval.json").exists())):
+        written = workdir / f"eval/{step:06d}/eval.json"
+        if not distributed.primary(lambda: book.has("eval", step) and (not full or written.exists())):
             book.forget_from("eval", step)
             book.write("eval", step, evaluator(method.network(build.evaluated_params(config, s)), step, full=full))
         ended = guard.look(step, s, checkpoints) if step > 0 else None
@@ -360,13 +392,16 @@ def reinforce(
         _check_finite(done.skipped_in_a_row(), config.train.max_skipped_in_a_row)
 
     # --- loop ----------------------------------------------------------------------------------------------
-    batches = _read_ahead(clip_dataset(config, ro.conditions), step)
+    upcoming = Upcoming(config, setup, ro.conditions, step, total)
+    stopping, failed = distributed.any_process(stop(), upcoming.fault is not None)
+    early = distributed.Told(setup.mesh)  # of a method that waits for no rewards
+    asked: list[scoring.Asked] = []
     low_valid = 0
     pending: Iteration | None = None  # logged one step late, so that dispatch never waits for a metric
     with book.progress(config.objective.name, total, step) as advance:
-        while step < total and not stop():
+        while step < total and not (stopping or failed):
             begin = time.perf_counter()
-            x0_GX, cond, captions = next_batch(config, setup, batches, step)
+            x0_GX, cond, captions = upcoming.take()
             shape = x0_GX.shape[1:]
             record: dict[str, float] = {}
             # What the iteration before left is let go: a rollout's recorded steps are gigabytes.
@@ -381,14 +416,17 @@ def reinforce(
                         trajectory = dataclasses.replace(trajectory, mean_old=None)
                 # The rollout is queued behind the gradients of the iteration before: it begins where they end.
                 begin = pending.wait() if pending else begin
-                latents = np.asarray(x0_BX)
-                record["seconds_rollout"] = time.perf_counter() - begin
-                captions = [c for c in captions for _ in range(group)]
-                tickets = [client.submit(latents, captions)]
+                caption_of = functools.partial(_caption, captions, group)
+                asked = [scoring.ask(client, setup.mesh, x0_BX, caption_of)]
+                sent = time.perf_counter()
+                record["seconds_rollout"] = sent - begin
                 if method.needs_reference_rollouts:
                     options = {"keep_mean": False, "reference": True, "latent_shape": shape}
                     x0, _ = method.rollout(ref_params, key, s.step, cond, **options)
-                    tickets.append(client.submit(np.asarray(x0), captions))
+                    asked.append(scoring.ask(client, setup.mesh, x0, caption_of))
+            else:
+                upcoming.read()
+                early.tell(stop(), upcoming.fault is not None)
             metrics = []
             for u in range(updates):
                 # Dispatched before the rewards are waited for: it needs none of them.
@@ -397,11 +435,18 @@ def reinforce(
                     levels = trajectory if method.data_needs_rollout else None
                     data = method.data(s.params, key, s.step, u, x0_GX, cond, levels)
                 if method.rolls_out and u == 0:
-                    waiting = time.perf_counter()
-                    if not _answered(tickets, stop):
+                    dispatched = time.perf_counter()
+                    upcoming.read()
+                    waited = wait_for_rewards(asked, data, stop, upcoming.fault)
+                    stopping, failed = waited.stopping, waited.failed
+                    if not waited.answered:
                         break  # the iteration is done again by the run that goes on from here
-                    scores, *of_reference = [ticket.result() for ticket in tickets]
-                    record["seconds_reward_wait"] = time.perf_counter() - waiting
+                    record["reward_latency_seconds"] = waited.there - sent
+                    # What is not hidden behind the data gradient.
+                    record["seconds_reward_wait"] = max(0.0, waited.there - waited.free)
+                    if data is not None and waited.free < math.inf:
+                        record["data_gradient_seconds"] = waited.free - dispatched
+                    scores, *of_reference = [batch.result() for batch in asked]
                     reward, valid = scoring.total_reward(scores, config)
                     record |= reward_metrics(reward, valid, scores, group)
                     rows, weights, valid, gate_metrics = scoring.training_rewards(scores, config)
@@ -415,7 +460,7 @@ def reinforce(
                     for got in (scores, *of_reference):
                         if got.reason:
                             book.say(f"iteration {step}: {int((~got.valid).sum())} rewards invalid: {got.reason}")
-                s, of_update = method.apply(s, key, u, x0_BX, trajectory, cond, rewarded, data, ref_params)
+                s, of_update, _ = method.apply(s, key, u, x0_BX, trajectory, cond, rewarded, data, ref_params)
                 metrics.append(of_update)
             if not metrics:
                 break
@@ -424,11 +469,14 @@ def reinforce(
             pending = Iteration(step, metrics, record, begin)
             step += 1
             advance()
+            if not method.rolls_out:
+                stopping, failed = early.told()
 
             low_valid = low_valid + 1 if record.get("valid_rate", 1.0) < config.reward.min_valid_rate else 0
             invalid = low_valid >= config.reward.min_valid_window
-            saving = step % config.checkpoint.every == 0 or step == total or invalid or stop()
-            looking = step % config.eval.every == 0 and step < total
+            saving = step % config.checkpoint.every == 0 or step == total or invalid or stopping
+            # A run that has to end now is evaluated by the one that goes on.
+            looking = step % config.eval.every == 0 and step < total and not (stopping or failed)
             if saving or looking:
                 # Its line first: what is saved must not be without one, whatever ends the run after it.
                 log(pending)
@@ -436,13 +484,16 @@ def reinforce(
             if saving:
                 checkpoints.save(step, s, wait=invalid)
             if invalid:
-                raise RunStopped(
+                raise stopped_by_all(
                     f"fewer than {config.reward.min_valid_rate:.0%} of the rewards were valid in {low_valid} "
                     f"iterations in a row; the last reason: {scores.reason or 'not given'}. The state is saved: "
                     "mend the sidecar and start the same command again"
                 )
-            if looking and evaluate(full=False):
-                return True
+            if looking:
+                if evaluate(full=False):
+                    return True
+                # Minutes may have gone by.
+                stopping, failed = distributed.any_process(stop(), upcoming.fault is not None)
         if pending is not None:
             log(pending)
 
@@ -451,7 +502,12 @@ def reinforce(
         book.say(
             f"{int(s.skipped)} updates were skipped because something was not finite: see skipped in metrics.jsonl"
         )
+    if failed:
+        distributed.ending()
     checkpoints.save(step, s, wait=True)
+    if failed:
+        faults = [upcoming.fault, *(batch.fault for batch in asked)]
+        raise next((fault for fault in faults if fault is not None), None) or distributed.ended_elsewhere()
     if step < total:
         book.say(f"stopped at iteration {step} of {total}; the same command goes on from there")
         return False
@@ -465,7 +521,7 @@ def evaluate_the_end(
 ) -> None:
     """In full, where the monitor has ended a run: the report shows what it leaves behind."""
     step = int(s.step)
-    if not (workdir / f"eval/{step:06d}/eval.json").exists():
+    if not distributed.primary((workdir / f"eval/{step:06d}/eval.json").exists):
         evaluator(method.network(build.evaluated_params(config, s)), step, full=True)
 
 
@@ -483,16 +539,21 @@ class Guard:
         self._monitor, self._workdir, self._book = config.monitor, workdir, book
         self._weights = config.reward.weights.to_dict()
         self._file = workdir / "stopped.json"
-        if self._monitor.on_hacking == "warn":
+        if self._monitor.on_hacking == "warn" and distributed.is_primary():
             self._file.unlink(missing_ok=True)
 
     def stopped(self) -> str | None:
         """Why an earlier start of this run was ended, or None."""
-        return json.loads(self._file.read_text())["reason"] if self._file.exists() else None
+        return distributed.primary(
+            lambda: json.loads(self._file.read_text())["reason"] if self._file.exists() else None
+        )
 
     def _why(self) -> str:
-        rows = read_metrics(self._workdir / "metrics.jsonl")
-        return monitor.is_hacked(monitor.read_signals(rows, self._monitor, self._weights))
+        def read() -> str:
+            rows = read_metrics(self._workdir / "metrics.jsonl")
+            return monitor.is_hacked(monitor.read_signals(rows, self._monitor, self._weights))
+
+        return distributed.primary(read)
 
     def _clean(self) -> Checkpoints:
         return Checkpoints(self._workdir / "checkpoints/clean", keep=1)
@@ -525,13 +586,13 @@ class Guard:
             else:
                 s = found[1]
                 checkpoints.forget_after(found[0])
-                for folder in (self._workdir / "eval").glob("*/"):
-                    if folder.name.isdigit() and int(folder.name) > found[0]:
-                        shutil.rmtree(folder)  # of states that are no longer this run's
+                later = (f for f in (self._workdir / "eval").glob("*/") if f.name.isdigit() and int(f.name) > found[0])
+                for folder in later if distributed.is_primary() else ():
+                    shutil.rmtree(folder)  # of states that are no longer this run's
         at = int(s.step)
         checkpoints.save(at, s, wait=True)
         record = {"step": step, "action": self._monitor.on_hacking, "ended_at": at, "reason": why}
-        write_text(self._file, json.dumps(record))
+        distributed.primary(lambda: write_text(self._file, json.dumps(record)))
         self._book.say(f"{self._monitor.on_hacking}: the run ends with the state of iteration {at}")
         return s
 
@@ -543,52 +604,117 @@ def _trained(s: state.TrainState) -> Any:
     return s.params if s.ema is None else s.ema
 
 
-def clip_dataset(config: ConfigDict, batch_size: int) -> Any:
+def clip_dataset(config: ConfigDict, mesh: Mesh, batch_size: int) -> Any:
     """Batch n of captioned training clips, this process's rows; a pure function of (seed, n)."""
     try:
         source = build.data_set(config).training()
     except ValueError as error:
         raise error if isinstance(error, ConfigError) else ConfigError(f"config.{error}") from error
     batches: Any = pipeline.bucketed_batches if config.data.name == "videos" else pipeline.clip_batches
-    return batches(source, batch_size, config.seed, jax.process_index(), jax.process_count())
+    return batches(source, batch_size, config.seed, build.own_rows(mesh, batch_size))
+
+
+class Upcoming:
+    """The batch of the next step, read while the devices are busy with this one.
+
+    Attributes:
+      fault: why it could not be read, or None. Raised by the loop, once all processes have stopped at one step.
+    """
+
+    def __init__(self, config: ConfigDict, setup: build.Setup, batch_size: int, step: int, total: int) -> None:
+        self._config, self._setup, self._size = config, setup, batch_size
+        self._next, self._total = step, total
+        dataset = clip_dataset(config, setup.mesh, batch_size)
+        # Batches from `step` on, made in a thread.
+        self._batches = iter(dataset[step:].to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+        self._batch: Any = None
+        self.fault: Exception | None = None
+        self.read()
+
+    def read(self) -> None:
+        """Reads the next batch, if there is a step for it."""
+        if self._next >= self._total:
+            return
+        try:
+            self._batch = next_batch(self._config, self._setup, self._batches, self._next, self._size)
+        except (RunStopped, ConfigError, rewards.ConfigurationFault, rewards.TextUnavailable) as error:
+            self.fault = error
+        self._next += 1
+
+    def take(self) -> tuple[jax.Array, dict[str, Any], dict[int, str]]:
+        """The batch that was read last: `next_batch`'s, its text as the network takes it. All processes take theirs at
+        the same time, once they know that each has one."""
+        (x0_GX, cond, captions), self._batch = self._batch, None
+        return x0_GX, self._setup.spread(cond), captions
 
 
 def next_batch(
-    config: ConfigDict, setup: build.Setup, batches: Iterator[dict[str, Any]], step: int
-) -> tuple[jax.Array, dict[str, Any], list[str]]:
-    """Batch `step` on the devices: clean latents (G,C,T,h,w), the condition, and its captions."""
+    config: ConfigDict, setup: build.Setup, batches: Iterator[dict[str, Any]], step: int, count: int
+) -> tuple[jax.Array, dict[str, Any], dict[int, str]]:
+    """Batch `step` of `count` conditions on the devices: clean latents (G,C,T,h,w), the condition, and the captions of
+    this process's rows."""
     try:
         clips = next(batches)
     except ValueError as error:  # stored clips that turn out to be damaged
         raise RunStopped(f"the data of step {step} cannot be read: {error}") from error
-    x0_GX = build.to_global(setup.mesh, setup.latents(clips))
-    given_G = None
+    rows, given_G = build.own_rows(setup.mesh, count), None
+    x0_GX = build.to_global(setup.mesh, setup.latents(clips), count, mesh_lib.latent_sharding)
     if config.data.image_to_video > 0:
-        own = len(clips["caption"])  # this process's rows of the global batch
-        first, batch = own * jax.process_index(), own * jax.process_count()
-        given_G = pipeline.image_to_video_mask(config.seed, step, batch, config.data.image_to_video)[
-            first : first + own
-        ]
-    return x0_GX, setup.condition(clips["caption"], x0_GX, given_G), clips["caption"]
+        given_G = pipeline.image_to_video_mask(config.seed, step, count, config.data.image_to_video)[rows]
+    captions = dict(zip(rows.tolist(), clips["caption"], strict=True))
+    return x0_GX, setup.condition(clips["caption"], x0_GX, given_G, count), captions
 
 
-def _read_ahead(dataset: Any, step: int) -> Iterator[dict[str, Any]]:
-    """Batches from `step` on, made in a thread while the device works."""
-    return iter(dataset[step:].to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+def _caption(captions: dict[int, str], group: int, row: int) -> str:
+    """Of a rollout: its condition's."""
+    return captions[row // group]
 
 
-def _answered(tickets: list[rewards.Ticket], stop: Callable[[], bool]) -> bool:
-    """Waits for the rewards; False when asked to stop before they were there, which may be an hour."""
-    while not all(ticket.done() for ticket in tickets):
-        if stop():
-            return False
-        time.sleep(0.01)
-    return True
+POLL_S = 3.0
+
+
+class Waited(NamedTuple):
+    """How waiting for rewards ended; times in seconds of time.perf_counter."""
+
+    answered: bool  # all are there, on every process
+    stopping: bool  # a process was asked to stop
+    failed: bool  # a process has met what ends the run
+    there: float  # when this process's rewards were there
+    free: float  # when the data gradient was done; infinite: not before the rewards were there
+
+
+def wait_for_rewards(
+    asked: Sequence[scoring.Asked], data: Any, stop: Callable[[], bool], fault: Exception | None
+) -> Waited:
+    """Waits on the host, which may take an hour, until all processes have their rewards or the run has to stop.
+
+    Every process asks the others each POLL_S seconds at least, and at once when it has what it waits for: a handful of
+    bytes. So all leave after the same number of questions, a signal is heeded within that time, and the collective of a
+    late process is never met by another one of the next step. `data`: the data gradient under way, or None.
+    """
+    began, there, free = time.perf_counter(), math.inf, math.inf
+    several = jax.process_count() > 1
+    while True:
+        asking = time.perf_counter() + POLL_S
+        while True:
+            now = time.perf_counter()
+            if free == math.inf and there == math.inf and (data is None or data[0].is_ready()):
+                free = now if data is not None else began
+            done = all(batch.done() for batch in asked)
+            refused = any(batch.fault is not None for batch in asked)
+            if done or refused or stop() or (several and now > asking):
+                break
+            time.sleep(0.01)
+        if done:
+            there = min(there, now)
+        pending, stopping, lost, unread = distributed.any_process(not done, stop(), refused, fault is not None)
+        if not pending or stopping or lost:
+            return Waited(not (pending or lost), stopping, lost or unread, there, free)
 
 
 def _check_finite(in_a_row: int, limit: int) -> None:
     if in_a_row >= limit:
-        raise RunStopped(
+        raise stopped_by_all(
             f"{in_a_row} steps in a row had a non-finite loss, gradient or update and were skipped. The first one has "
             "skipped = 1 in metrics.jsonl; a lower learning rate, in a new --workdir, is what usually helps. What was "
             "saved last stays"
@@ -598,10 +724,10 @@ def _check_finite(in_a_row: int, limit: int) -> None:
 def _check_replay(config: ConfigDict, method: Update, params: Any, trajectory: Trajectory, cond: Any) -> None:
     """The first update's policy must be the rollout's: max |mean - mean_old| of a recorded step within 1e-3 std."""
     limit = 1e-3 if config.model.dtype == "float32" else 5e-2
-    gap_K = np.asarray(method.replay_gap(params, trajectory, cond))
+    gap_K = distributed.to_host(method.replay_gap(params, trajectory, cond))
     if not gap_K.max() <= limit:
         worst = int(gap_K.argmax())
-        raise RunStopped(
+        raise stopped_by_all(
             f"rollout and training disagree: at step {int(trajectory.step[worst])} the replayed mean is "
             f"{gap_K[worst]:.2e} std away from the rollout's (limit {limit:g})"
         )

@@ -57,6 +57,20 @@ def test_the_newest_are_kept_and_come_back(tmp_path):
     checkpoints.close()
 
 
+def test_a_state_may_be_donated_while_it_is_being_saved(tmp_path):
+    sharding = NamedSharding(jax.make_mesh((8,), ("fsdp",)), P("fsdp"))
+    like = {"w": jax.device_put(jnp.zeros((8, 1 << 15)), sharding), "step": jnp.zeros((), jnp.int32)}
+    step = jax.jit(lambda s: {"w": s["w"] * 0 + s["step"] + 1, "step": s["step"] + 1}, donate_argnums=0)
+    with Checkpoints(tmp_path, keep=4) as checkpoints:
+        s = jax.tree.map(jnp.copy, like)
+        for n in range(4):
+            checkpoints.save(n, s)
+            for _ in range(3):
+                s = step(s)
+    for n in range(4):
+        np.testing.assert_array_equal(restore(tmp_path, like, step=n)[1]["w"], float(3 * n))
+
+
 def test_there_is_nothing_to_restore(tmp_path):
     assert restore(tmp_path / "nowhere") is None
     assert not (tmp_path / "nowhere").exists()

@@ -13,7 +13,7 @@ from flax import nnx
 from ddrl_jax.checkpoint import load_pretrained, save_pretrained
 from ddrl_jax.models import CosmosDiT, CosmosDiTConfig, cosmos_2b, cosmos_14b
 from ddrl_jax.models.layers import RMSNorm, modulated_norm, rope_angles, time_features
-from ddrl_jax.parallel.mesh import batch_sharding, fsdp_sharding, make_mesh
+from ddrl_jax.parallel.mesh import fsdp_sharding, latent_sharding, make_mesh
 from tests.paths import GOLDEN
 
 FOLDER = GOLDEN / "cosmos_dit"
@@ -360,6 +360,6 @@ def test_a_mesh_says_where_and_not_what():
         return nnx.merge(graphdef, params)(x, 0.3, context, mesh=mesh)
 
     out = run(mesh, x)
-    assert out.sharding.is_equivalent_to(batch_sharding(mesh), out.ndim)
+    assert out.sharding.is_equivalent_to(latent_sharding(mesh, out.shape), out.ndim)
     np.testing.assert_allclose(out, run(None, x), atol=1e-5)
     np.testing.assert_allclose(run(mesh, x[:6]), out[:6], atol=1e-5)  # no whole number of rows a device

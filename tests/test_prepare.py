@@ -1,6 +1,7 @@
 """Synthetic clips of a base: what they are, that training takes them, and what is refused. No sidecar."""
 
 import dataclasses
+import functools
 import json
 import os
 import shlex
@@ -19,6 +20,7 @@ from ddrl_jax.checkpoint.manager import Checkpoints
 from ddrl_jax.data import digits
 from ddrl_jax.diffusion.sampler import sample
 from ddrl_jax.logbook import Logbook
+from ddrl_jax.parallel import mesh as mesh_lib
 
 from . import tiny
 
@@ -27,7 +29,6 @@ CLIPS = 11
 
 def tiny_config(**fields):
     config = tiny.config()
-    config.mesh.context = 8  # the test process has eight devices; nothing is cut over context
     config.prepare.clips = CLIPS
     for field, value in fields.items():
         section, _, name = field.partition("__")
@@ -49,6 +50,15 @@ def base_state(config, setup):
 
     step = jax.device_put(np.int32(config.pretrain.steps), state.step.sharding)
     return dataclasses.replace(state, step=step, params=moved(state.params, 1), ema=moved(state.ema, 2))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_device():
+    """Of the test process's eight, so that chunks may have any size."""
+    with pytest.MonkeyPatch.context() as patch:
+        one = functools.partial(mesh_lib.make_mesh, devices=jax.devices()[:1])
+        patch.setattr(mesh_lib, "make_mesh", one)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -103,7 +113,7 @@ def test_the_folder_holds_clips_a_record_and_a_picture(base, prepared):
 
 def test_captions_are_those_of_training_in_its_order(prepared):
     clips = digits.load_clips(prepared)
-    training = train.clip_dataset(tiny_config(), 1)
+    training = train.clip_dataset(tiny_config(), build.make_mesh(tiny_config()), 1)
     assert clips.caption == [training[i]["caption"][0] for i in range(CLIPS)]
     table = {text: (digit, direction) for digit, direction, text in digits.all_prompts(heldout=False)}
     asked = [table[text] for text in clips.caption]
@@ -122,7 +132,7 @@ def by_hand(i, guidance=0.0):
 
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), prepare.STREAM), i)
     noise = jax.random.normal(key, (config.eval.num_steps + 1, 1, *setup.latent_shape))
-    context = setup.text.embed(train.clip_dataset(config, 1)[i]["caption"])
+    context = setup.text.embed(train.clip_dataset(config, setup.mesh, 1)[i]["caption"])
 
     @jax.jit
     def draw(params, context, noise):
@@ -167,7 +177,7 @@ def test_the_same_call_makes_the_same_bytes_and_another_seed_others(base, prepar
 
 def test_training_takes_them(base, prepared, tmp_path):
     config = tiny_config(data__path=str(prepared))
-    batches = train.clip_dataset(config, 16)  # more than there are
+    batches = train.clip_dataset(config, build.make_mesh(config), 16)  # more than there are
     stored = {text: [] for text in digits.load_clips(prepared).caption}
     for text, video in zip(digits.load_clips(prepared).caption, digits.load_clips(prepared).video, strict=True):
         stored[text].append(video)

@@ -3,6 +3,7 @@
 The measure is the sha256 of the parameters after the last step, against an uninterrupted run's.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ import pytest
 from ddrl_jax import build, train
 from ddrl_jax.checkpoint.manager import Checkpoints
 from ddrl_jax.logbook import read_metrics
+from ddrl_jax.parallel import mesh as mesh_lib
 
 from . import tiny
 
@@ -31,7 +33,7 @@ TOTAL = tiny.config().train.steps
 def digest(workdir, step=TOTAL):
     """sha256 over parameters, optimizer and EMA of the checkpoint at `step`."""
     config = tiny.config()
-    config.mesh.context = 8  # the test process has eight devices; nothing is cut over context
+    config.train.micro_batch = 8  # restored on eight devices
     setup = build.build(config)
     optimizer, exponent = build.optimizer(config.train), build.ema_exponent(config.train)
     params = build.init_params(config, setup.mesh, jax.random.key(0))
@@ -163,9 +165,11 @@ class _StopsInTheEvaluation:
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_stopped_inside_an_evaluation_no_line_is_lost(tmp_path, updates):
+def test_stopped_inside_an_evaluation_no_line_is_lost(tmp_path, updates, monkeypatch):
+    # One of the test process's eight devices, which these batches do not divide by.
+    one = functools.partial(mesh_lib.make_mesh, devices=jax.devices()[:1])
+    monkeypatch.setattr(mesh_lib, "make_mesh", one)
     config = tiny.config()
-    config.mesh.context = 8
     config.eval.every, config.checkpoint.every = 3, 100
     config.train.updates_per_rollout = updates
     workdir = tmp_path / "run"

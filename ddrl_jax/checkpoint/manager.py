@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+
+from ddrl_jax.parallel import distributed
 
 
 class UnreadableError(RuntimeError):
@@ -19,7 +22,11 @@ class Checkpoints:
     """The checkpoints of one stage of a run, `folder/<step>`; the newest `keep` stay. Each holds state and `config`.
 
     Saving is asynchronous: the arrays are copied, then written in the background into a temporary folder that is
-    renamed when whole, so a kill at any moment leaves either the checkpoint or nothing.
+    renamed when whole, so a kill at any moment leaves either the checkpoint or nothing. Of several processes each
+    writes and reads its own pieces, in a folder that all of them see; all make the same calls.
+
+    A state that is being saved may be donated: `save` returns when it is on the host. (Where the host's memory is the
+    device's, the copy is a view, and a buffer with a view is not reused.)
     """
 
     def __init__(
@@ -35,6 +42,8 @@ class Checkpoints:
         # Orbax warns that a read-only manager is read-only.
         logging.getLogger("absl").setLevel(logging.ERROR)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._leaving = contextlib.ExitStack()
+        self._leaving.enter_context(distributed.finished_first(self._manager.wait_until_finished))
         self._config = config or {}
         self._unreadable: set[int] = set()  # steps that `restore` gave up on
 
@@ -54,7 +63,15 @@ class Checkpoints:
             items = ocp.args.Composite(state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(self._config))
             self._manager.save(step, args=items, force=True)
         if wait:
-            self._manager.wait_until_finished()
+            self.wait()
+
+    def saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._manager.is_saving_in_progress()
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        self._manager.wait_until_finished()
 
     def forget_after(self, step: int) -> None:
         """Deletes the checkpoints of later steps: the run goes back to `step`."""
@@ -79,18 +96,22 @@ class Checkpoints:
         if steps and step is not None and step not in steps:
             raise UnreadableError(f"{self.folder} has no checkpoint of step {step}; it has {_listed(steps)}")
         for tried in reversed([s for s in steps if step in (None, s)]):
+            found, reason = None, ""
             try:
-                return tried, self._manager.restore(tried, args=ocp.args.Composite(state=args)).state
+                found = self._manager.restore(tried, args=ocp.args.Composite(state=args)).state
             except Exception as error:  # Whatever is wrong with it, the one before may be whole.
-                self._unreadable.add(tried)
                 reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-                if step is None:
-                    warnings.warn(
-                        f"checkpoint {self.folder.name}/{tried} cannot be read ({reason}); falling back to the one "
-                        "before",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
+            (unreadable,) = distributed.any_process(found is None)
+            if not unreadable:
+                return tried, found
+            self._unreadable.add(tried)
+            reason = reason or "by another process"
+            if step is None:
+                warnings.warn(
+                    f"checkpoint {self.folder.name}/{tried} cannot be read ({reason}); falling back to the one before",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         if steps and step is not None:
             others = _listed([s for s in steps if s != step]) or "none"
             raise UnreadableError(f"checkpoint {step} in {self.folder} cannot be read ({reason}); others: {others}")
@@ -107,6 +128,7 @@ class Checkpoints:
     def close(self) -> None:
         """Waits for what is being written: whatever ends the run, a save under way is finished."""
         self._manager.wait_until_finished()
+        self._leaving.close()
         self._manager.close()
 
 

@@ -1,9 +1,8 @@
 """Batches of clips, with Grain: batch n is a pure function of (seed, n).
 
-Every data set here is a `grain.MapDataset` without end: `dataset[n]` is this process's part of global batch n.
-Nothing but n is needed to resume, and the global batch does not depend on how many processes read it: process p
-of P holds rows p*B/P .. (p+1)*B/P - 1, the layout that `jax.make_array_from_process_local_data` expects of a
-leading axis sharded over processes. `dataset[n:].to_iter_dataset()` reads ahead in threads.
+Every data set here is a `grain.MapDataset` without end: `dataset[n]` is the asked rows of global batch n. Nothing but n
+is needed to resume, and the global batch does not depend on how many processes read it, nor on which rows of it each
+one reads. `dataset[n:].to_iter_dataset()` reads ahead in threads.
 
 Must not know about models or training.
 """
@@ -76,52 +75,51 @@ def limited(source: ClipSource, n: int) -> ClipSource:
     return _First(source, n) if n else source
 
 
-def _check_split(name: str, batch_size: int, process_index: int, process_count: int) -> None:
+def _asked_rows(batch_size: int, rows: Sequence[int] | np.ndarray | None) -> np.ndarray:
+    """The rows to return of a global batch, all of them for None: int64. Raises ValueError."""
     if batch_size < 1:
-        raise ValueError(f"{name} = {batch_size}: must be at least 1")
-    if process_count < 1 or batch_size % process_count:
-        raise ValueError(f"{name} = {batch_size}: must be a multiple of the process count {process_count}")
-    if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index = {process_index}: must be in 0 .. {process_count - 1}")
+        raise ValueError(f"batch_size = {batch_size}: must be at least 1")
+    row_N = np.arange(batch_size) if rows is None else np.asarray(rows, np.int64).reshape(-1)
+    if row_N.size and not (row_N.min() >= 0 and row_N.max() < batch_size):
+        raise ValueError(f"rows = {row_N.tolist()}: must be in 0 .. {batch_size - 1}")
+    return row_N
 
 
-def _index_batches(length: int, batch_size: int, seed: int, process_index: int, process_count: int) -> grain.MapDataset:
-    """This process's indices of each global batch: int64 (batch_size/process_count,).
+def _index_batches(length: int, batch_size: int, seed: int, row_N: np.ndarray) -> grain.MapDataset:
+    """The indices of those rows of each global batch: int64 (N,).
 
     A fresh shuffle each pass. Passes follow each other without a seam, so no index is dropped at the end of one.
     """
-    local = batch_size // process_count
-    rows = slice(process_index * local, (process_index + 1) * local)
-    # The global batch is formed before it is cut, so that it does not depend on the process count.
+    # The global batch is formed before rows are taken, so that it does not depend on who reads it.
     return (
         grain.MapDataset.range(length)
         .shuffle(seed=seed)
         .repeat()
-        .batch(batch_size, batch_fn=lambda indices: np.asarray(indices[rows], np.int64))
+        .batch(batch_size, batch_fn=lambda indices: np.asarray(indices, np.int64)[row_N])
     )
 
 
 def clip_batches(
-    source: ClipSource, batch_size: int, seed: int, process_index: int = 0, process_count: int = 1
+    source: ClipSource, batch_size: int, seed: int, rows: Sequence[int] | np.ndarray | None = None
 ) -> grain.MapDataset:
     """Shuffled batches of clips without end.
 
     Args:
       source: the clips.
-      batch_size: rows of the global batch; a multiple of process_count.
+      batch_size: rows of the global batch.
       seed: of the order, in 0 .. 2**32 - 1; the clips have their own seed.
-      process_index, process_count: which rows of the global batch to return.
+      rows: which of them to return, in 0 .. batch_size - 1; None: all.
 
     Returns:
-      A MapDataset; element n is `source.batch` of this process's part of batch n.
+      A MapDataset; element n is `source.batch` of these rows of batch n.
 
     Raises:
-      ValueError: batch_size, process_index or process_count do not fit, or the source is empty.
+      ValueError: batch_size or rows do not fit, or the source is empty.
     """
-    _check_split("batch_size", batch_size, process_index, process_count)
+    row_N = _asked_rows(batch_size, rows)
     if len(source) == 0:
         raise ValueError("source has 0 clips: at least 1 is needed")
-    return _index_batches(len(source), batch_size, seed, process_index, process_count).map(source.batch)
+    return _index_batches(len(source), batch_size, seed, row_N).map(source.batch)
 
 
 def _bucket_of(n: int, sizes: Sequence[int], offsets: Sequence[int]) -> tuple[int, int]:
@@ -140,7 +138,7 @@ def _bucket_of(n: int, sizes: Sequence[int], offsets: Sequence[int]) -> tuple[in
 
 
 def bucketed_batches(
-    source: BucketedSource, batch_size: int, seed: int, process_index: int = 0, process_count: int = 1
+    source: BucketedSource, batch_size: int, seed: int, rows: Sequence[int] | np.ndarray | None = None
 ) -> grain.MapDataset:
     """Shuffled batches without end, each of clips of one shape.
 
@@ -150,26 +148,24 @@ def bucketed_batches(
 
     Args:
       source: the clips.
-      batch_size: rows of the global batch; a multiple of process_count.
+      batch_size: rows of the global batch.
       seed: of the order, in 0 .. 2**32 - 1.
-      process_index, process_count: which rows of the global batch to return. All processes see the same bucket.
+      rows: which of them to return, in 0 .. batch_size - 1; None: all. The bucket does not depend on it.
 
     Returns:
-      A MapDataset; element n is `source.batch` of this process's part of batch n, a pure function of (seed, n).
+      A MapDataset; element n is `source.batch` of these rows of batch n, a pure function of (seed, n).
 
     Raises:
-      ValueError: batch_size, process_index or process_count do not fit, or the source is empty.
+      ValueError: batch_size or rows do not fit, or the source is empty.
     """
-    _check_split("batch_size", batch_size, process_index, process_count)
+    row_N = _asked_rows(batch_size, rows)
     buckets = [np.asarray(index_N, np.int64) for _, index_N in sorted(source.buckets.items()) if len(index_N)]
     if not buckets:
         raise ValueError("source has 0 clips: at least 1 is needed")
     rng = np.random.Generator(np.random.PCG64([_BUCKET_STREAM, seed]))
     sizes = [len(index_N) for index_N in buckets]
     offsets = [int(rng.integers(sum(sizes[b:]))) for b in range(len(sizes))]
-    orders = [
-        _index_batches(size, batch_size, int(rng.integers(2**32)), process_index, process_count) for size in sizes
-    ]
+    orders = [_index_batches(size, batch_size, int(rng.integers(2**32)), row_N) for size in sizes]
 
     def batch(n: int) -> dict[str, Any]:
         bucket, position = _bucket_of(int(n), sizes, offsets)
@@ -187,7 +183,7 @@ def image_to_video_mask(seed: int, n: int, batch_size: int, ratio: float = 0.5) 
     Args:
       seed: 0 or more.
       n: number of the batch.
-      batch_size: conditions of the global batch; a process takes its rows of the mask.
+      batch_size: conditions of the global batch, of which a process takes its rows.
       ratio: in [0,1].
 
     Raises:

@@ -77,6 +77,11 @@ class Ticket:
     def done(self) -> bool:
         return self._done.is_set()
 
+    @property
+    def fault(self) -> BaseException | None:
+        """What `result` would raise, as far as it is known."""
+        return self._fault
+
     def result(self) -> Scores:
         """Waits (bounded by the client's timeout). Raises ConfigurationFault, and nothing for faults of the server."""
         self._done.wait()
@@ -141,6 +146,7 @@ class RewardClient:
         weighted = [n for n, w in reward_fn.items() if w]
         self.scorers = tuple(dict.fromkeys(map(scorer_of, (*weighted, *self.gates))))
         self._judges: frozenset[str] = frozenset()  # asked, but a batch is whole without them
+        self.known: tuple[str, ...] = ()  # sub-scores, in the order that processes exchange them in; `scoring` sets it
         self.timeout_s, self.retries, self.poll_s = timeout_s, retries, poll_s
         self.fps, self.media_type, self.wire = fps, media_type, wire
         # A proxy from the environment is for the network, not for this machine.

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ddrl_jax.sidecar.protocol import one_line
 
@@ -42,6 +43,7 @@ def launch(
     threads: int = 1,
     startup_s: float = 600.0,
     max_relaunches: int = 3,
+    keep_port: bool = False,
 ) -> Sidecar:
     """Starts a server on this machine and waits until it answers.
 
@@ -60,6 +62,7 @@ def launch(
       device, threads: of torch.
       startup_s: most seconds until it answers.
       max_relaunches: how often `relaunch` may start it again in all.
+      keep_port: a relaunch takes the same port again: other processes were told of it.
 
     Raises:
       ConfigurationFault (a ValueError), one line: no environment, torch missing in it, port taken, no weights,
@@ -81,6 +84,8 @@ def launch(
     command += ["--grace", "4"]
     sidecar = Sidecar(command, child_environment(env), os.fspath(log_path), startup_s, max_relaunches)
     sidecar._start()
+    if keep_port:
+        sidecar._command[sidecar._command.index("--port") + 1] = str(urlsplit(sidecar.url).port)
     return sidecar
 
 
