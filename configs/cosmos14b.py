@@ -18,4 +18,6 @@ def get_config():
     config.train.learning_rate = 3e-6  # the paper's
     config.eval.guidance = 3.0
     config.mesh.fsdp, config.mesh.context = 32, 8
+    config.model.remat = "save-qkv"
+    config.train.micro_batch = config.rollout.micro_batch = 32  # a clip a data group
     return config

@@ -6,7 +6,7 @@ of yours (docs/rewards.md); and `data/videos/videos/*.mp4` with `data/videos/met
 all of it fits before anything long starts; videos are encoded once, in the first run or by `--mode=prepare`.
 
 The paper trained it on 256 H100s and reports that human raters prefer DDRL's videos to the base's and to the baselines'
-(arXiv 2512.04332); nothing of that was run here. Memory and time on real hardware: docs/cosmos.md says what is known.
+(arXiv 2512.04332); nothing of that was run here. Memory for this and other machines: docs/scaling.md.
 Values are those of the reference's recipe; tests/test_recipes.py compares them with its table field by field.
 """
 
@@ -39,7 +39,7 @@ def get_config():
     # --- network ---
     config.model.width, config.model.depth, config.model.heads = 2048, 28, 16
     config.model.mlp_ratio, config.model.adaln_rank, config.model.context_dim = 4.0, 256, 1024
-    config.model.dtype, config.model.remat = "bfloat16", "full"
+    config.model.dtype, config.model.remat = "bfloat16", "save-attention-mlp"
     config.model.use_rf_ckpts = False
 
     # --- sampler and method ---
