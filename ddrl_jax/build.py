@@ -45,6 +45,7 @@ from ddrl_jax.models.wan_vae import WanVAE, WanVAEConfig
 from ddrl_jax.models.word_table import WordTable
 from ddrl_jax.parallel import distributed
 from ddrl_jax.parallel import mesh as mesh_lib
+from ddrl_jax.parallel.attention import resolve
 from ddrl_jax.rl.objective import Objective, dance_grpo, ddrl, flow_grpo
 
 PROCESSES = {"edm_churn": EDMChurn, "flow_sde": FlowSDE, "dance_sde": DanceSDE, "flow_cps": FlowCPS}
@@ -162,8 +163,8 @@ def build(config: ConfigDict) -> Setup:
     """Everything but the network's parameters, data and the sidecar. Raises `ConfigError`."""
     mesh = make_mesh(config)
     check_mesh(config, mesh)
-    for field in ("eval.chunk", *["pretrain.batch_size"] * (config.pretrain.steps > 0)):
-        _check_cut(config, mesh, field)
+    if config.pretrain.steps > 0:
+        _check_cut(config, mesh, "pretrain.batch_size")
     return Setup(
         mesh=mesh,
         # Each process encodes, decodes and embeds what is its own, without a word to the others.
@@ -190,6 +191,22 @@ def check_mesh(config: ConfigDict, mesh: Mesh) -> None:
         mesh_lib.sequence_axis(mesh, frames, rows * columns // 4)  # a patch is 2x2 latents
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    model, tokens = config.model, frames * rows * columns // 4
+
+    def heads(length: int, count: int = 1) -> Any:
+        return jax.ShapeDtypeStruct((1, length, model.heads // count, model.width // model.heads), model.dtype)
+
+    try:
+        resolve(model.attention, mesh, heads(tokens, context), heads(tokens, context))
+        resolve(model.attention, mesh, heads(tokens // context), heads(config.text.length))
+    except ValueError as error:
+        raise ConfigError(f"config.model.{error}") from error
+
+
+def chunk(config: ConfigDict, mesh: Mesh) -> int:
+    """Clips a compiled call of an evaluation: eval.chunk, made a multiple of what the mesh cuts a batch into."""
+    shards = mesh_lib.batch_shards(mesh)
+    return -(-config.eval.chunk // shards) * shards
 
 
 def _check_cut(config: ConfigDict, mesh: Mesh, field: str) -> None:

@@ -100,6 +100,7 @@ def _workdir(config: ConfigDict, workdir: Path) -> tuple[Any, str]:
 
 def _devices(config: ConfigDict) -> tuple[Mesh, str]:
     mesh = build.make_mesh(config)
+    build.check_mesh(config, mesh)
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     return mesh, f"{jax.device_count()} x {jax.devices()[0].device_kind}: {shape}"
 
@@ -111,13 +112,20 @@ def _memory(config: ConfigDict, mesh: Mesh) -> tuple[dict[str, float], str]:
     state_bytes = _bytes(mesh, build.abstract_state(config))
     rollouts = config.rollout.conditions * config.rollout.group_size
     per_device = -(-rollouts // mesh_lib.batch_shards(mesh))
-    latent = math.prod(build.latent_shape(config))
+    latent = build.latent_shape(config)
+    cut = math.prod(
+        mesh_lib.latent_sharding(mesh, (mesh_lib.batch_shards(mesh), *latent)).shard_shape(
+            (mesh_lib.batch_shards(mesh), *latent)
+        )
+    )
     needs = {
         "state": state_bytes,
-        "its update": state_bytes,  # the new one is made beside the old one
-        "gradients": 3 * _bytes(mesh, trained),  # of the data loss, of the policy, of a micro-batch
+        # Their sum, which begins with the data loss's, that of a micro-batch, and that of a step where it is logged.
+        "gradients": (2 + config.log.step_grad_norms) * _bytes(mesh, trained),
         "frozen base": _bytes(mesh, base) if config.lora.rank > 0 else 0,
-        "trajectory": 3 * 4 * latent * build.trained_step_count(config) * per_device,  # x, x_next, history
+        "trajectory": 3 * 4 * cut * build.trained_step_count(config) * per_device  # x, x_next, history
+        if config.train.trajectory == "device"
+        else 0,
         "text": config.rollout.conditions * config.text.length * config.text.dim * 2,
         "text tower": _files(config.text_encoder.path) / mesh.shape["fsdp"]
         if config.text_encoder.where == "device"
@@ -259,7 +267,9 @@ def _network(config: ConfigDict, mesh: Mesh) -> tuple[Any, str]:
     params = build.init_params(config, mesh, jax.random.key(config.seed))
     denoise = build.denoiser(config, config.process.name, mesh)
     C, T, H, W = build.latent_shape(config)
-    shape = (mesh_lib.batch_shards(mesh), C, min(T, 3), min(H, 16), min(W, 16))
+    context = mesh.shape["context"]
+    frames = min(T, 3) if context == 1 else min(T, context)
+    shape = (mesh_lib.batch_shards(mesh), C, frames, min(H, 16), min(W, 16))
     cond = build.cond(jnp.zeros((1, config.text.length, config.text.dim), jnp.float32))
     x = jax.random.normal(jax.random.key(0), shape)
     y = jax.jit(lambda p, x: denoise(p, x, jnp.ones(shape[0]), cond))(params, x)

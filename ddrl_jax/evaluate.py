@@ -88,6 +88,7 @@ class Evaluator:
         # Of clips that come in several shapes the held-out ones have the most common one, and so have the samples.
         self._shape = self._heldout_x0.shape[1:]
         self._first_NCHW = self._first_frames()
+        self._chunk = build.chunk(config, setup.mesh)
         self._sample, self._loss = jax.jit(self._sample_chunk), jax.jit(self._loss_chunk)
 
     def _first_frames(self) -> np.ndarray | None:
@@ -163,7 +164,7 @@ class Evaluator:
     ) -> np.ndarray:
         """`call(id or index, *inputs(own rows))` over equal chunks, the last one padded -> all rows, on process 0;
         `then` sees each chunk, on the devices, and its rows."""
-        size, parts, mesh = self.config.eval.chunk, [], self.setup.mesh
+        size, parts, mesh = self._chunk, [], self.setup.mesh
         own = build.own_rows(mesh, size)
         with self.book.progress(title, count) as advance:
             for start in range(0, count, size):
@@ -191,7 +192,7 @@ class Evaluator:
             f"evaluation at {step}",
             count,
             lambda i, c: self._sample(params, i, c),
-            lambda rows: (setup.spread(self._condition(rows, config.chunk)),),
+            lambda rows: (setup.spread(self._condition(rows, self._chunk)),),
             ids=self._ids,
             # Sent at once: the sidecar scores this chunk while the next one is sampled.
             then=lambda x0, rows: asked.append(
@@ -203,8 +204,8 @@ class Evaluator:
             len(self._heldout_x0),
             lambda i, x, c: self._loss(params, i, x, c),
             lambda rows: (
-                build.to_global(setup.mesh, self._heldout_x0[rows], config.chunk),
-                setup.spread(setup.condition([self._heldout_captions[i] for i in rows], count=config.chunk)),
+                build.to_global(setup.mesh, self._heldout_x0[rows], self._chunk),
+                setup.spread(setup.condition([self._heldout_captions[i] for i in rows], count=self._chunk)),
             ),
         )
         got = rewards.joined([batch.result() for batch in asked])

@@ -66,7 +66,7 @@ def run(config: ConfigDict, workdir: Path, *, arguments: Sequence[str] = ()) -> 
     base = _base_of(config, workdir)
     train.check_base(base)
     setup = build.build(config)
-    batches = train.clip_dataset(config, setup.mesh, config.eval.chunk)
+    batches = train.clip_dataset(config, setup.mesh, build.chunk(config, setup.mesh))
     book = Logbook(workdir, primary=jax.process_index() == 0, tensorboard=False)
     params = train.load_base(base, setup, book)
     record = _record(config, base, params)
@@ -95,7 +95,7 @@ def _sample(
     Batch n of the training clips has rows n*chunk .. (n+1)*chunk-1 of one stream, whatever the chunk: clip i has row
     i's caption, and the digit and direction that it asks for.
     """
-    count, size = config.prepare.clips, config.eval.chunk
+    count, size = config.prepare.clips, build.chunk(config, setup.mesh)
     draw = sampler(config, setup)
     videos, captions, digit, direction = [], [], [], []
     book.say(f"synthetic clips: {count}, {config.eval.num_steps} steps of {config.process.name}")

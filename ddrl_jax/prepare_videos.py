@@ -174,12 +174,13 @@ def _encode(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool:
 
 def _synthesise(config: ConfigDict, out: Path, book: Logbook, stop: Any) -> bool:
     """prepare.clips samples of the base, in landscape, of the prompts again and again."""
-    prompts, count, size = build.read_prompts(config, "prepare.prompts"), config.prepare.clips, config.eval.chunk
+    prompts, count = build.read_prompts(config, "prepare.prompts"), config.prepare.clips
     if config.text_encoder.where == "cached" and not _store_features(
         config, out, [p.caption for p in prompts], book, stop
     ):
         return False
     setup = build.build(_at(config, out))
+    size = build.chunk(config, setup.mesh)
     if config.pretrain.from_run:
         train.check_base(config)
         params = train.load_base(config, setup, book)

@@ -460,7 +460,8 @@ def reinforce(
                     for got in (scores, *of_reference):
                         if got.reason:
                             book.say(f"iteration {step}: {int((~got.valid).sum())} rewards invalid: {got.reason}")
-                s, of_update, _ = method.apply(s, key, u, x0_BX, trajectory, cond, rewarded, data, ref_params)
+                # Not by name: the third result is a whole gradient.
+                s, of_update = method.apply(s, key, u, x0_BX, trajectory, cond, rewarded, data, ref_params)[:2]
                 metrics.append(of_update)
             if not metrics:
                 break

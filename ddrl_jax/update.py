@@ -83,8 +83,8 @@ class Update:
         )
         self.has_data = self.objective.data_beta > 0
         self.data_needs_rollout = self.has_data and self.objective.data_levels == "rollout"
-        # The rollout's own means are needed where the trained policy is, or becomes, another one.
         self.on_host = config.train.trajectory == "host"
+        # The rollout's own means are needed where the trained policy is, or becomes, another one.
         self.keeps_mean = self.updates > 1 or config.rollout.ema
         self.optimizer, self.exponent = build.optimizer(config.train), build.ema_exponent(config.train)
         static = ("latent_shape", "keep_mean", "reference")
@@ -162,7 +162,7 @@ class Update:
             noise=noise,
             stochastic=stochastic,
             keep_mean=keep_mean,
-            keep_at=functools.partial(mesh_lib.on_host, setup.mesh) if self.on_host else None,
+            keep_at=functools.partial(mesh_lib.on_host, setup.mesh) if self.on_host and record != () else None,
         )
         x0 = mesh_lib.pin_latents(setup.mesh, x0)
         if isinstance(record, tuple) and not record:

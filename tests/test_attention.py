@@ -152,10 +152,12 @@ def test_the_platforms_own_where_it_takes_the_arrays(platform, arrays, want):
 
 
 def test_a_form_that_does_not_take_the_arrays_is_an_error():
-    with pytest.raises(ValueError, match=r"attention 'cudnn': needs 16-bit floats .* got float32, 256 queries"):
+    with pytest.raises(ValueError, match=r"attention='cudnn': needs 16-bit floats .* got float32, 256 queries"):
         attention_module.resolve("cudnn", None, *_like("float32"))
-    with pytest.raises(ValueError, match="attention 'splash': needs lengths"):
+    with pytest.raises(ValueError, match="attention='splash': needs lengths"):
         attention_module.resolve("splash", None, *_like(length=200))
+    with pytest.raises(ValueError, match="attention='splash': is for tpu, not for cpu: take auto or xla"):
+        attention_module.resolve("splash", None, *_like())
 
 
 def test_the_splash_form_is_the_same_attention(monkeypatch):
@@ -164,6 +166,7 @@ def test_the_splash_form_is_the_same_attention(monkeypatch):
 
     call = splash_attention_kernel.pl.pallas_call
     monkeypatch.setattr(splash_attention_kernel.pl, "pallas_call", lambda *a, **k: call(*a, **{**k, "interpret": True}))
+    monkeypatch.setattr(attention_module, "_platform", lambda mesh: "tpu")
     q, k, v, weight = (jax.random.normal(key, (2, 256, 2, 128)) for key in jax.random.split(jax.random.key(0), 4))
 
     def grads(kind):

@@ -320,3 +320,17 @@ def test_state_with_an_old_policy_survives_apply_with_a_non_finite_loss():
     )
     assert float(metrics["skipped"]) == 1
     jax.tree.map(np.testing.assert_array_equal, after.old, before)
+
+
+def test_a_gradient_is_gone_with_its_update():
+    """The sum comes back in the data loss's own memory: nothing of its size is left where only the state is kept."""
+    run = Run(**METHODS["ddrl"])
+    run.iterate()
+    shapes = {leaf.shape for leaf in jax.tree.leaves(run.base)}
+
+    def held():
+        return sum(x.shape in shapes and not x.is_deleted() for x in jax.live_arrays())
+
+    before = held()
+    run.iterate()
+    assert held() <= before

@@ -1,14 +1,18 @@
 """The Cosmos recipes against the reference's table (specs/cosmos.md, section 4), field by field."""
 
 import dataclasses
+import math
+import types
 
 import jax
+import numpy as np
 import pytest
 
 from ddrl_jax import build
 from ddrl_jax import config as config_lib
 from ddrl_jax.diffusion.process import EDMChurn
 from ddrl_jax.models.cosmos_dit import cosmos_2b, cosmos_14b
+from ddrl_jax.parallel import mesh as mesh_lib
 
 from .paths import ROOT
 
@@ -161,3 +165,35 @@ def test_bad_values_are_one_line(changes, says):
     with pytest.raises(config_lib.ConfigError) as error:
         config_lib.validate(config)
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, shape, micro_batch, platform",
+    [
+        ("cosmos2b", (16, 8, 2), None, "cuda"),
+        ("cosmos2b", (16, 4, 4), 64, "cuda"),
+        ("cosmos2b", (1, 2, 4), 2, "cuda"),
+        ("cosmos2b", (1, 1, 1), 1, "cuda"),
+        ("cosmos2b", (2, 8, 2), 16, "cuda"),
+        ("cosmos2b", (8, 8, 2), 64, "tpu"),
+        ("cosmos14b", (1, 32, 8), None, "cuda"),
+        ("cosmos14b", (1, 1, 8), 1, "cuda"),
+        ("cosmos14b", (4, 32, 8), 128, "cuda"),
+        ("cosmos14b", (1, 16, 8), 16, "tpu"),
+    ],
+)
+def test_the_documented_meshes_take_the_recipes(name, shape, micro_batch, platform):
+    """docs/scaling.md: a micro-batch of a clip a data group; evaluations take the mesh as it is."""
+    config = config_lib.load(str(ROOT / f"configs/{name}.py"))
+    device = types.SimpleNamespace(platform=platform)
+    mesh = types.SimpleNamespace(
+        shape=dict(zip(mesh_lib.AXES, shape, strict=True)), size=math.prod(shape), devices=np.array([device])
+    )
+    if micro_batch:
+        config.train.micro_batch = config.rollout.micro_batch = micro_batch
+    config_lib.validate(config)
+    build.check_mesh(config, mesh)
+    assert build.chunk(config, mesh) % (shape[0] * shape[1]) == 0
+    config.model.attention = "splash" if platform == "cuda" else "cudnn"
+    with pytest.raises(config_lib.ConfigError, match=r"config\.model\.attention='\w+': is for"):
+        build.check_mesh(config, mesh)

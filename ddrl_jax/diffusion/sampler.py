@@ -40,6 +40,9 @@ from ddrl_jax.diffusion.process import Process
 class Trajectory:
     """K recorded steps of a rollout (a pytree).
 
+    A record that `sample` kept in another memory (`keep_at`) has a slot more in x, x_next, mean_old and prev_x0, the
+    last, which holds nothing; K is the length of sigma.
+
     Attributes:
       x: (K,B,*S), what the denoiser saw (EDMChurn: after noising).
       x_next: (K,B,*S), the next step's x, after its noising.

@@ -107,15 +107,19 @@ def resolve(kind: str, mesh: Mesh | None, q_BLNK: Any, k_BSNK: Any) -> str:
     if kind == "auto":
         own = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(platform, "xla")
         return own if fits.get(own) else "xla"
-    if kind in fits and not fits[kind]:
-        needs = {
-            "cudnn": "16-bit floats and a head width that is a multiple of 8, at most 128",
-            "splash": "lengths and a head width that are multiples of 128",
-        }[kind]
+    if kind == "xla":
+        return kind
+    needs, platforms = {
+        "cudnn": ("16-bit floats and a head width that is a multiple of 8, at most 128", ("gpu", "cuda")),
+        "splash": ("lengths and a head width that are multiples of 128", ("tpu",)),
+    }[kind]
+    if not fits[kind]:
         raise ValueError(
-            f"attention {kind!r}: needs {needs}; got {dtype.name}, {L} queries, {S} keys, head width {K}: "
+            f"attention={kind!r}: needs {needs}; got {dtype.name}, {L} queries, {S} keys, head width {K}: "
             "take auto or xla"
         )
+    if platform not in platforms:
+        raise ValueError(f"attention={kind!r}: is for {platforms[0]}, not for {platform}: take auto or xla")
     return kind
 
 

@@ -347,8 +347,13 @@ def fail(status: int, line: str = "") -> int:
         _store().key_value_set(_FAULT, json.dumps({"status": status}))
         if line:
             print(line, file=sys.stderr)
-    except jax.errors.JaxRuntimeError:  # another one was first
-        status = json.loads(_store().key_value_try_get(_FAULT))["status"]
+    except jax.errors.JaxRuntimeError:
+        try:  # another one was first
+            status = json.loads(_store().key_value_try_get(_FAULT))["status"]
+        except jax.errors.JaxRuntimeError:  # or the store is gone, and process 0 with it
+            if line:
+                print(line, file=sys.stderr, flush=True)
+            os._exit(status)
     _leave(status)
     return status
 
