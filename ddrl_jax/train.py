@@ -690,8 +690,9 @@ def wait_for_rewards(
     """Waits on the host, which may take an hour, until all processes have their rewards or the run has to stop.
 
     Every process asks the others each POLL_S seconds at least, and at once when it has what it waits for: a handful of
-    bytes. So all leave after the same number of questions, a signal is heeded within that time, and the collective of a
-    late process is never met by another one of the next step. `data`: the data gradient under way, or None.
+    bytes, behind the data gradient where that is under way. So all leave after the same number of questions, a signal
+    is heeded within that time once the gradient is done, and the collective of a late process is never met by another
+    one of the next step. `data`: the data gradient under way, or None.
     """
     began, there, free = time.perf_counter(), math.inf, math.inf
     several = jax.process_count() > 1
