@@ -336,7 +336,7 @@ class Update:
         valid_B: jax.Array,
         cond: dict[str, Any],
         setup: build.Setup,
-        others: Any,
+        others: Any = None,
     ) -> tuple[jax.Array, dict, Any]:
         """Rejection fine-tuning: the diffusion loss on each group's best rollout (RAFT, arXiv 2304.06767)."""
         best_G, alive_G = best_of_group(adv_B, self.group, valid_B)
