@@ -206,7 +206,7 @@ class Theirs:
 # ------------------------------------------------------------------------------------------------------------ in turns
 
 
-def flops(c: CosmosDiTConfig, count: int) -> tuple[float, float]:
+def flops(c: CosmosDiTConfig) -> tuple[float, float]:
     """Multiplications and additions of matrix products, of a sample's evaluation forward: of all layers whose rows are
     tokens, and of attention. What has a row a sample or a text token is left out: under 2 % here."""
     D, L, cells = c.width, args.frames * (EDGE // 2) ** 2, int(np.prod(c.patch))
@@ -265,7 +265,7 @@ def main() -> None:
     names = ("product", "forward", "gradient", "iteration")
     seconds = in_turns({name: (getattr(ours, name), getattr(theirs, name)) for name in names})
 
-    linear, attention = flops(model_config, count)
+    linear, attention = flops(model_config)
     forward, gradient = linear + attention, 3 * (linear + attention)
     iteration = GROUP * ((args.steps + 1) * forward + args.trained * gradient) + gradient
     work = dict(zip(names, (2 * 2048**3, forward, gradient, iteration), strict=True))
