@@ -80,7 +80,7 @@ def call(capsys, *arguments):
         ("--config.model.heads=5", "config.model.heads=5: must divide model.width=32"),
         ("--config.data.size=10", "config.data.size=10: must be a multiple of 2 * codec.factor = 4"),
         ("--config.reward.launch=False", "config.reward.url='': must be the sidecar's address when reward.launch is"),
-        ("--mode=dance", "flag --mode=dance: value should be one of <train|eval|prepare|export|check|study>"),
+        ("--mode=dance", "flag --mode=dance: value should be one of <train|eval|prepare|export|check|plan|study>"),
         ("--workdri=x", "Unknown command line flag 'workdri'"),
     ],
 )

@@ -136,7 +136,7 @@ def test_only_what_is_exported_is_read(finished, monkeypatch):
     for skipped in (got.params, got.opt_state):
         assert all(leaf is ... for leaf in jax.tree.leaves(skipped)) and jax.tree.leaves(skipped)
     kernel = nnx.merge(build.graphdef(config), params).final.kernel[...]
-    assert "fsdp" in kernel.sharding.spec and len(kernel.sharding.device_set) == 8
+    assert not kernel.sharding.is_fully_replicated and len(kernel.sharding.device_set) == 8
 
 
 def test_an_earlier_export_is_replaced_and_nothing_else(finished, tmp_path, monkeypatch):
