@@ -11,6 +11,7 @@ Dims: B batch, T frame, L token of a frame, N head, K head width.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -166,10 +167,11 @@ def on_device(mesh: Mesh, x: jax.Array, lead: int = 1) -> jax.Array:
 
 def kernel_spec(mesh: Mesh, shape: Sequence[int]) -> P:
     """Of a kernel (..., d_in, d_out): d_in over fsdp x context, or d_out where it does not divide, or neither."""
-    size = mesh.shape["fsdp"] * mesh.shape["context"]
+    over = tuple(axis for axis in _CUT if axis in mesh.axis_names)  # another program's mesh may have no context
+    size = math.prod(mesh.shape[axis] for axis in over)
     for axis in (-2, -1):
         if len(shape) >= -axis and shape[axis] % size == 0 and size > 1:
-            return P(*[_CUT if a == axis else None for a in range(-len(shape), 0)])
+            return P(*[over if a == axis else None for a in range(-len(shape), 0)])
     return P()
 
 
