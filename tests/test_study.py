@@ -238,8 +238,8 @@ def test_the_config_left_in_a_runs_folder_is_the_runs(tmp_path):
             "config.study.arms.a: config.objective: log_ratio='square': expected one of mean_square",
         ),
         (
-            {"a": {"set": {"rollout": {"group_size": 8}}}},
-            "config.study.arms.a.set.rollout.group_size=8: must divide train.micro_batch=4",
+            {"a": {"set": {"rollout": {"micro_batch": 3}}}},
+            "config.study.arms.a.set.rollout.micro_batch=3: must be a multiple of rollout.group_size=4, or divide it",
         ),
         (  # the arm's mistake shows in a field that it did not set
             {"a": {"set": {"rollout": {"conditions": 3, "num_steps": 2}}}},
