@@ -11,24 +11,15 @@ import time
 import jax
 import jax.numpy as jnp
 
-from ddrl_jax import build, state
+from ddrl_jax import build
 from ddrl_jax import config as config_lib
-from ddrl_jax.models.word_table import WordTable
 from ddrl_jax.update import Rewarded, Update
 
 
 def compile_step(config) -> dict[str, float]:
     """Seconds of lowering and compiling, of the rollout and of the update."""
     mesh = build.make_mesh(config)
-    setup = build.Setup(
-        mesh=mesh,
-        codec=None,  # nothing is encoded here
-        text=WordTable((), length=config.text.length, dim=config.text.dim),
-        denoise=build.denoiser(config, config.process.name, mesh),
-        process=build.build_process(config),
-        objective=build.build_objective(config),
-        latent_shape=build.latent_shape(config),
-    )
+    setup = build.abstract_setup(config, mesh)
     method = Update(config, setup)
     conditions, latent = config.rollout.conditions, setup.latent_shape
     abstract = jax.ShapeDtypeStruct
@@ -48,7 +39,7 @@ def compile_step(config) -> dict[str, float]:
     rewarded = Rewarded(
         abstract((1, method.batch), jnp.float32), abstract((1,), jnp.float32), abstract((method.batch,), bool)
     )
-    s = jax.eval_shape(lambda p: state.init_state(p, method.optimizer, ema=True), params)
+    s = build.abstract_state(config)
 
     def step(s, key, u, x0_BX, trajectory, cond, rewarded, x0_GX):
         data = method._data(None, s.params, key, s.step, u, x0_GX, cond, trajectory)

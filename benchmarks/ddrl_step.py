@@ -12,6 +12,7 @@ Another program on the same cores disturbs both: look at the ratios of several r
 """
 
 import argparse
+import dataclasses
 import os
 import statistics
 import tempfile
@@ -48,7 +49,6 @@ from ddrl_jax import build  # noqa: E402
 from ddrl_jax import config as config_lib  # noqa: E402
 from ddrl_jax.checkpoint.weights import save_pretrained  # noqa: E402
 from ddrl_jax.models.cosmos_dit import CosmosDiT, CosmosDiTConfig  # noqa: E402
-from ddrl_jax.models.word_table import WordTable  # noqa: E402
 from ddrl_jax.update import Rewarded, Update  # noqa: E402
 
 CHANNELS, EDGE, TEXT_DIM, GROUP = 16, 32, 1024, 2
@@ -78,15 +78,8 @@ class Ours:
 
     def __init__(self, config: config_lib.ConfigDict, graphdef: nnx.GraphDef, params: Any, inputs: dict[str, Any]):
         mesh = build.mesh_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1])
-        self.setup = build.Setup(
-            mesh=mesh,
-            codec=None,  # nothing is encoded here
-            text=WordTable((), length=config.text.length, dim=config.text.dim),
-            denoise=build.denoiser(config, config.process.name, mesh),
-            process=build.build_process(config),
-            objective=build.build_objective(config),
-            latent_shape=inputs["x0"].shape[1:],
-        )
+        # The clips are not of a data set of ours.
+        self.setup = dataclasses.replace(build.abstract_setup(config, mesh), latent_shape=inputs["x0"].shape[1:])
         self.method = Update(config, self.setup)
         self.state = build.train_state(self.setup, params, self.method.optimizer, self.method.exponent)
         self.x0, self.x, self.t = (jnp.asarray(inputs[k]) for k in ("x0", "x", "t"))

@@ -165,11 +165,18 @@ def build(config: ConfigDict) -> Setup:
     check_mesh(config, mesh)
     if config.pretrain.steps > 0:
         _check_cut(config, mesh, "pretrain.batch_size")
+    # Each process encodes, decodes and embeds what is its own, without a word to the others.
+    own = distributed.local_mesh(mesh)
+    codec = build_codec(config, own)
+    return dataclasses.replace(abstract_setup(config, mesh), codec=codec, text=build_text(config, own))
+
+
+def abstract_setup(config: ConfigDict, mesh: Mesh) -> Setup:
+    """A setup for tracing and compiling: nothing is read, there is no codec, and texts have no words."""
     return Setup(
         mesh=mesh,
-        # Each process encodes, decodes and embeds what is its own, without a word to the others.
-        codec=build_codec(config, distributed.local_mesh(mesh)),
-        text=build_text(config, distributed.local_mesh(mesh)),
+        codec=None,  # type: ignore[arg-type]  # nothing is encoded
+        text=WordTable((), length=config.text.length, dim=config.text.dim),
         denoise=denoiser(config, config.process.name, mesh),
         process=build_process(config),
         objective=build_objective(config),
@@ -187,11 +194,12 @@ def check_mesh(config: ConfigDict, mesh: Mesh) -> None:
     if config.model.heads % context:
         raise ConfigError(f"config.mesh.context={context}: must divide model.heads={config.model.heads}")
     _, frames, rows, columns = latent_shape(config)
+    of_a_frame = rows * columns // 4  # a patch is 2x2 latents
     try:
-        mesh_lib.sequence_axis(mesh, frames, rows * columns // 4)  # a patch is 2x2 latents
+        mesh_lib.sequence_axis(mesh, frames, of_a_frame)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    model, tokens = config.model, frames * rows * columns // 4
+    model, tokens = config.model, frames * of_a_frame
 
     def heads(length: int, count: int = 1) -> Any:
         return jax.ShapeDtypeStruct((1, length, model.heads // count, model.width // model.heads), model.dtype)
@@ -217,10 +225,10 @@ def _check_cut(config: ConfigDict, mesh: Mesh, field: str) -> None:
         )
 
 
-def make_mesh(config: ConfigDict) -> Mesh:
-    """The mesh of all devices. Raises `ConfigError`."""
+def make_mesh(config: ConfigDict, devices: Any = None) -> Mesh:
+    """The mesh of `devices`, by default of all. Raises `ConfigError`."""
     try:
-        return mesh_lib.make_mesh(config.mesh.replica, config.mesh.fsdp, config.mesh.context)
+        return mesh_lib.make_mesh(config.mesh.replica, config.mesh.fsdp, config.mesh.context, devices=devices)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

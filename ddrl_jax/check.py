@@ -112,18 +112,14 @@ def _memory(config: ConfigDict, mesh: Mesh) -> tuple[dict[str, float], str]:
     state_bytes = _bytes(mesh, build.abstract_state(config))
     rollouts = config.rollout.conditions * config.rollout.group_size
     per_device = -(-rollouts // mesh_lib.batch_shards(mesh))
-    latent = build.latent_shape(config)
-    cut = math.prod(
-        mesh_lib.latent_sharding(mesh, (mesh_lib.batch_shards(mesh), *latent)).shard_shape(
-            (mesh_lib.batch_shards(mesh), *latent)
-        )
-    )
+    rows = (mesh_lib.batch_shards(mesh), *build.latent_shape(config))  # a rollout a data group
+    latent = math.prod(mesh_lib.latent_sharding(mesh, rows).shard_shape(rows))
     needs = {
         "state": state_bytes,
         # Their sum, which begins with the data loss's, that of a micro-batch, and that of a step where it is logged.
         "gradients": (2 + config.log.step_grad_norms) * _bytes(mesh, trained),
         "frozen base": _bytes(mesh, base) if config.lora.rank > 0 else 0,
-        "trajectory": 3 * 4 * cut * build.trained_step_count(config) * per_device  # x, x_next, history
+        "trajectory": 3 * 4 * latent * build.trained_step_count(config) * per_device  # x, x_next, history
         if config.train.trajectory == "device"
         else 0,
         "text": config.rollout.conditions * config.text.length * config.text.dim * 2,

@@ -10,6 +10,7 @@ micro-batch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -161,11 +162,10 @@ def policy_gradient(
     parts = _parts(setup, adv_B.shape[0], build.conditions(cond), micro_batch)
     steps = trajectory.sigma.shape[0]
     objective = dataclasses.replace(setup.objective, data_beta=0.0)
-    total = jax.tree.map(jnp.zeros_like, params) if others is None else others
+    total = _begun(params, others)
 
     def of_part(step: Trajectory, i: jax.Array) -> Any:
-        def pick(x: jax.Array) -> jax.Array:
-            return _pinned(setup, parts.rows(x, i))
+        pick = functools.partial(_pick, setup, parts, i)
 
         def loss(p: Any) -> Any:
             value, metrics = loss_fn(
@@ -232,8 +232,7 @@ def nft_gradient(
     draw = _Draws(rng, draws, batch, setup.process)
 
     def gradient(i: jax.Array) -> Any:
-        def pick(x: jax.Array) -> jax.Array:
-            return _pinned(setup, parts.rows(x, i))
+        pick = functools.partial(_pick, setup, parts, i)
 
         def loss(p: Any) -> Any:
             value, metrics = nft_loss(
@@ -256,7 +255,7 @@ def nft_gradient(
 
         return jax.value_and_grad(loss, has_aux=True)(params)
 
-    total = jax.tree.map(jnp.zeros_like, params) if others is None else others
+    total = _begun(params, others)
     return _accumulate(gradient, total, jnp.arange(parts.count), parts.count)
 
 
@@ -290,8 +289,7 @@ def data_gradient(
     def gradient(item: Any) -> Any:
         k, i = item
 
-        def pick(x: jax.Array) -> jax.Array:
-            return _pinned(setup, parts.rows(x, i))
+        pick = functools.partial(_pick, setup, parts, i)
 
         def repeat(x: jax.Array) -> jax.Array:
             own = parts.entries(x, i)
@@ -331,7 +329,7 @@ def data_gradient(
         return jax.value_and_grad(loss, has_aux=True)(params)
 
     items = (jnp.repeat(jnp.arange(steps), parts.count), jnp.tile(jnp.arange(parts.count), steps))
-    total = jax.tree.map(jnp.zeros_like, params) if others is None else others
+    total = _begun(params, others)
     return _accumulate(gradient, total, items, steps * parts.count)
 
 
@@ -378,6 +376,16 @@ class _Draws:
 
 def _parts(setup: build.Setup, batch: int, conditions: int, micro_batch: int) -> MicroBatches:
     return MicroBatches.of(batch, conditions, micro_batch, mesh_lib.batch_shards(setup.mesh))
+
+
+def _begun(params: Any, others: Any) -> Any:
+    """What a gradient is added to: `others`, or nothing yet."""
+    return jax.tree.map(jnp.zeros_like, params) if others is None else others
+
+
+def _pick(setup: build.Setup, parts: MicroBatches, i: jax.Array, x: jax.Array) -> jax.Array:
+    """Micro-batch i of what there is one of a rollout, laid out."""
+    return _pinned(setup, parts.rows(x, i))
 
 
 def _pinned(setup: build.Setup, x: jax.Array) -> jax.Array:

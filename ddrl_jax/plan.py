@@ -35,12 +35,11 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from ddrl_jax import build, files, plan_table, state
-from ddrl_jax.config import ConfigError
+from ddrl_jax import build, files, plan_table
+from ddrl_jax.config import REMAT, ConfigError
 from ddrl_jax.diffusion.process import EDMChurn
 from ddrl_jax.models.qwen_text import QwenText, QwenTextConfig
 from ddrl_jax.models.wan_vae import WanVAE, WanVAEConfig
-from ddrl_jax.models.word_table import WordTable
 from ddrl_jax.parallel import hlo, topology
 from ddrl_jax.parallel import mesh as mesh_lib
 from ddrl_jax.update import Rewarded, Update
@@ -48,11 +47,10 @@ from ddrl_jax.update import Rewarded, Update
 # cuDNN's workspace, which the compiler does not count: 0.35 GB for the 2B network's backward pass at context 2
 # (1 sample of 86,400 tokens, 8 of 16 heads of width 128), scaled by tokens and heads.
 _WORKSPACE = 0.35e9 / (86_400 * 8 * 128)
-# Least kept last.
-_REMAT = ("none", "save-most", "save-qkv", "save-attention-mlp", "save-attention", "full")
+# Least kept last; offloading is another trade.
+_REMAT = ("none", *(remat for remat in reversed(REMAT) if remat not in ("none", "offload")))
 # Without the slow passes of code generation, which change neither where arrays lie nor what is sent.
 _OPTIONS = {"cpu": {"xla_backend_optimization_level": 0}}
-_HOST_KINDS = ("pinned_host", "unpinned_host")
 _REMATERIALIZED = "nvoluntary full rematerialization"
 
 
@@ -136,7 +134,7 @@ def make(config: ConfigDict, devices: Any, card: topology.Card, *, console: Cons
     """The plan of a config on `devices` of a kind of card, as it is written to plan.json."""
     began = time.perf_counter()
     console = console or Console(quiet=True)
-    mesh = _mesh(config, devices)
+    mesh = build.make_mesh(config, devices)
     planner = _Planner(config, mesh, card, console)
     too_large = ""
     try:
@@ -165,35 +163,13 @@ def make(config: ConfigDict, devices: Any, card: topology.Card, *, console: Cons
     return result | {"try": [] if fits else _suggest(config, result, mesh)}
 
 
-def _mesh(config: ConfigDict, devices: Any) -> Mesh:
-    try:
-        return mesh_lib.make_mesh(config.mesh.replica, config.mesh.fsdp, config.mesh.context, devices=devices)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def abstract_setup(config: ConfigDict, mesh: Mesh) -> build.Setup:
-    """A setup for tracing alone: nothing is read, and there is no codec."""
-    return build.Setup(
-        mesh=mesh,
-        codec=None,  # type: ignore[arg-type]  # nothing is encoded here
-        text=WordTable((), length=config.text.length, dim=config.text.dim),
-        denoise=build.denoiser(config, config.process.name, mesh),
-        process=build.build_process(config),
-        objective=build.build_objective(config),
-        latent_shape=build.latent_shape(config),
-        rollout_guidance=config.rollout.guidance,
-        train_guidance=config.train.guidance,
-    )
-
-
 class _Planner:
     """Compiles an iteration's functions one after another: what one gives is an argument of the next, cut as it is."""
 
     def __init__(self, config: ConfigDict, mesh: Mesh, card: topology.Card, console: Console) -> None:
         self.config, self.mesh, self.card, self.console = config, mesh, card, console
         build.check_mesh(config, mesh)
-        self.setup = abstract_setup(config, mesh)
+        self.setup = build.abstract_setup(config, mesh)
         base = self._place_params(build.abstract_params(config))
         self.base = base if config.lora.rank > 0 else None
         self.method = Update(config, self.setup, self.base)
@@ -201,6 +177,7 @@ class _Planner:
         self.state = self._place_params(build.abstract_state(config))
         self.reference = base if self.method.needs_reference else None
         self.functions: list[Function] = []
+        self.in_host: dict[int, Any] = {}  # arrays in the host's memory, by id
         conditions, latent = config.rollout.conditions, self.setup.latent_shape
         cut = mesh_lib.latent_sharding(mesh, (conditions, *latent))
         self.x0_GX = jax.ShapeDtypeStruct((conditions, *latent), jnp.float32, sharding=cut)
@@ -223,7 +200,7 @@ class _Planner:
     @property
     def held(self) -> dict[str, int]:
         """Bytes of each thing that is kept."""
-        return {name: _device_bytes(tree) for name, tree in self.alive.items()}
+        return {name: self._device_bytes(tree) for name, tree in self.alive.items()}
 
     # ------------------------------------------------------------------------------------------- arguments
 
@@ -304,9 +281,11 @@ class _Planner:
         arguments = (self.base, s, key, step, x0, trajectory, self.cond, rewarded, data, self.reference)
         self._compile(name, method.apply, arguments, times=updates)
         if method.rolls_out:
-            self._compile(
-                "optimizer alone", _optimizer(method, self.mesh), (s, s.params, self._scalar(jnp.float32)), times=0
+            step_alone = jax.jit(
+                lambda s, grads, loss, u: method.optimizer_step(s, grads, loss, u)[0], donate_argnums=0
             )
+            arguments = (s, s.params, self._scalar(jnp.float32), step)
+            self._compile("optimizer alone", step_alone, arguments, times=0)
 
     def _compile(
         self,
@@ -320,7 +299,8 @@ class _Planner:
         jitted, began = getattr(function, "func", function), time.perf_counter()
         with self.console.status(f"compiling {name} for {self.mesh.size} x {self.card.name} ..."):
             try:
-                lowered = jitted.lower(*arguments, **(options or {}))
+                traced = jitted.trace(*arguments, **(options or {}))
+                lowered = traced.lower()
             except ValueError as error:
                 raise (ConfigError(str(error)) if str(error).startswith("config.") else error) from error
             with _compiler_messages() as messages:
@@ -336,18 +316,21 @@ class _Planner:
         memory = compiled.memory_analysis()
         passed = _leaves(arguments)
         others = [leaf for leaf in _leaves(list(self.alive.values())) if id(leaf) not in {id(x) for x in passed}]
-        # An argument that the program does not read is in memory all the same.
-        unread = max(0, _device_bytes(passed) - memory.argument_size_in_bytes)
+        argument_bytes, on_device = memory.argument_size_in_bytes, self._device_bytes(passed)
+        if not memory.host_argument_size_in_bytes and any(id(x) in self.in_host for x in passed):
+            # NVIDIA's compiler without a card takes what lies in the host's memory for the card's.
+            argument_bytes = min(argument_bytes, on_device)
         self.functions.append(
             Function(
                 name=name,
                 times=times,
                 seconds=seconds,
-                arguments=memory.argument_size_in_bytes,
+                arguments=argument_bytes,
                 outputs=memory.output_size_in_bytes,
                 aliased=memory.alias_size_in_bytes,
                 temporaries=memory.temp_size_in_bytes,
-                resident=_device_bytes(others) + unread,
+                # An argument that the program does not read is in memory all the same.
+                resident=self._device_bytes(others) + max(0, on_device - argument_bytes),
                 workspace=self._workspace(program),
                 host=memory.host_argument_size_in_bytes
                 + memory.host_temp_size_in_bytes
@@ -359,7 +342,17 @@ class _Planner:
                 warnings=tuple(_notable(messages)),
             )
         )
-        return self._place(lowered.out_info, compiled.output_shardings)
+        given = self._place(lowered.out_info, compiled.output_shardings)
+        spaces = [result.memory_space for result in traced.jaxpr.out_avals]
+        for leaf, space in zip(jax.tree.leaves(given), spaces, strict=True):
+            if space == jax.memory.Space.Host:
+                self.in_host[id(leaf)] = leaf
+        return given
+
+    def _device_bytes(self, tree: Any) -> int:
+        """Bytes on one device of abstract arrays that are cut by their shardings; those in host memory are none."""
+        there = [x for x in _leaves(tree) if id(x) not in self.in_host]
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in there)
 
     def _workspace(self, program: hlo.Program) -> int:
         if self.card.platform != "gpu":
@@ -443,25 +436,9 @@ class Forward:
         return cls(tokens, patch, 2.0 * linear, attention, 2.0 * S * text.dim * model.context_dim)
 
 
-def _optimizer(method: Update, mesh: Mesh) -> Any:
-    """The optimizer and the EMA alone, as `Update.apply` ends."""
-
-    def step(s: state.TrainState, grads: Any, loss: jax.Array) -> state.TrainState:
-        s, _ = state.apply_gradients(s, grads, loss, method.optimizer, ema_exponent=method.exponent)
-        return jax.lax.with_sharding_constraint(s, mesh_lib.fsdp_sharding(mesh, s))
-
-    return jax.jit(step, donate_argnums=0)
-
-
 def _leaves(tree: Any) -> list[Any]:
     """Distinct leaves."""
     return list({id(x): x for x in jax.tree.leaves(tree)}.values())
-
-
-def _device_bytes(tree: Any) -> int:
-    """Bytes on one device of abstract arrays that are cut by their shardings; those in host memory are none."""
-    there = [x for x in _leaves(tree) if x.sharding.memory_kind not in _HOST_KINDS]
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in there)
 
 
 @contextlib.contextmanager
@@ -633,7 +610,11 @@ def _suggest(config: ConfigDict, result: dict[str, Any], mesh: Mesh) -> list[str
     # Weights.
     if replica % 2 == 0:
         tries.append((weights / 2, f"mesh.fsdp={2 * fsdp} with {half('replica', replica)}"))
-    # The rollouts' record.
+    if config.log.step_grad_norms and "policy" in name:
+        tries.append((held["data gradient"], "log.step_grad_norms=False"))
+    # What is no part of the training state.
+    if "text tower" in held:
+        tries.append((held["text tower"], "text_encoder.where=cached"))
     trajectory = held.get("trajectory", 0)
     if config.train.trajectory == "device":
         tries.append((trajectory, "train.trajectory=host"))

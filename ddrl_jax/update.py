@@ -293,19 +293,26 @@ class Update:
                 part = self._best_of_n(s.params, key, x0, adv_B, valid_B, shared, setup, grads)
             loss, grads = loss + part[0], part[2]
             metrics |= {k: v for k, v in part[1].items() if k not in ("loss", "data_loss", "live")}
-        s, step_metrics = state.apply_gradients(
+        s, step_metrics = self.optimizer_step(s, grads, loss, u)
+        metrics |= step_metrics | {"loss": loss, "skipped_in_a_row": s.skipped_in_a_row}
+        return s, metrics, None if data is None else grads
+
+    def optimizer_step(
+        self, s: state.TrainState, grads: Any, loss: jax.Array, u: jax.Array
+    ) -> tuple[state.TrainState, dict[str, jax.Array]]:
+        """What update u does with its gradient: see `state.apply_gradients`."""
+        nft = self.config.nft
+        s, metrics = state.apply_gradients(
             s,
             grads,
             loss,
             self.optimizer,
             ema_exponent=self.exponent,
             advance=u == self.updates - 1,
-            old_decay=(config.nft.decay_rate, config.nft.decay_max),
+            old_decay=(nft.decay_rate, nft.decay_max),
         )
         # It stays as it is cut, whatever the compiler would like: another cut would be another program next time.
-        s = jax.lax.with_sharding_constraint(s, mesh_lib.fsdp_sharding(self.setup.mesh, s))
-        metrics |= step_metrics | {"loss": loss, "skipped_in_a_row": s.skipped_in_a_row}
-        return s, metrics, None if data is None else grads
+        return jax.lax.with_sharding_constraint(s, mesh_lib.fsdp_sharding(self.setup.mesh, s)), metrics
 
     def _advantages(self, rewarded: Rewarded) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Advantages (B,), sample weights (B,) and validity (B,) of a rollout."""

@@ -65,7 +65,10 @@ BOUNDS = {
     "2B on 1": (
         "cosmos2b",
         1,
-        mesh(1, 1, 1) | rollouts(1, 2, 1) | {"model__remat": "full", "train__trajectory": "host"},
+        mesh(1, 1, 1)
+        | rollouts(1, 2, 1)
+        | {"model__remat": "full", "train__trajectory": "host"}
+        | {"text_encoder__where": "cached", "log__step_grad_norms": False},
         76,
         1.48,
     ),

@@ -8,10 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from ddrl_jax import build
+from ddrl_jax import build, plan
 from ddrl_jax import config as config_lib
 from ddrl_jax.diffusion.process import EDMChurn
+from ddrl_jax.models import cosmos_dit
 from ddrl_jax.models.cosmos_dit import cosmos_2b, cosmos_14b
+from ddrl_jax.parallel import attention
 from ddrl_jax.parallel import mesh as mesh_lib
 
 from .paths import ROOT
@@ -197,3 +199,8 @@ def test_the_documented_meshes_take_the_recipes(name, shape, micro_batch, platfo
     config.model.attention = "splash" if platform == "cuda" else "cudnn"
     with pytest.raises(config_lib.ConfigError, match=r"config\.model\.attention='\w+': is for"):
         build.check_mesh(config, mesh)
+
+
+def test_the_config_offers_what_the_network_knows():
+    assert cosmos_dit.REMAT.keys() == set(config_lib.REMAT) and set(attention.KINDS) == set(config_lib.ATTENTION)
+    assert plan._REMAT == ("none", "save-most", "save-qkv", "save-attention-mlp", "save-attention", "full")

@@ -258,14 +258,18 @@ def _block_in_cache(length: int, query_bytes: int, rows: int) -> int:
 
 
 def _plain(q_BLNK: jax.Array, k_BSNK: jax.Array, v_BSNK: jax.Array) -> jax.Array:
-    weights_BNLS = jax.nn.softmax(_logits(q_BLNK, k_BSNK), axis=-1).astype(q_BLNK.dtype)
+    weights_BNLS = jax.nn.softmax(_logits(_by_head(q_BLNK), _by_head(k_BSNK)), axis=-1).astype(q_BLNK.dtype)
     return jnp.einsum("bnls,bsnk->blnk", weights_BNLS, v_BSNK)
 
 
-def _logits(q_BLNK: jax.Array, k_BSNK: jax.Array) -> jax.Array:
-    wide = jnp.promote_types(q_BLNK.dtype, jnp.float32)
-    logits = jnp.einsum("blnk,bsnk->bnls", q_BLNK, k_BSNK, preferred_element_type=wide)
-    return logits * q_BLNK.shape[-1] ** -0.5
+def _by_head(x_BLNK: jax.Array) -> jax.Array:
+    return jnp.moveaxis(x_BLNK, 2, 1)
+
+
+def _logits(q_BNLK: jax.Array, k_BNSK: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(q_BNLK.dtype, jnp.float32)
+    logits_BNLS = jnp.einsum("bnlk,bnsk->bnls", q_BNLK, k_BNSK, preferred_element_type=wide)
+    return logits_BNLS * q_BNLK.shape[-1] ** -0.5
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -278,10 +282,6 @@ def _blocked(q_BLNK: jax.Array, k_BSNK: jax.Array, v_BSNK: jax.Array, block: int
     return _blocked_forward(q_BLNK, k_BSNK, v_BSNK, block)[0]
 
 
-def _by_head(x_BLNK: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x_BLNK, 2, 1)
-
-
 def _in_blocks(x_BLNK: jax.Array, block: int) -> jax.Array:
     x_XBLNK = jnp.moveaxis(x_BLNK.reshape(x_BLNK.shape[0], -1, block, *x_BLNK.shape[2:]), 1, 0)
     return jnp.moveaxis(x_XBLNK, 3, 2)
@@ -292,18 +292,12 @@ def _whole(x_XBNLK: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-def _block_logits(q_BNLK: jax.Array, k_BNSK: jax.Array) -> jax.Array:
-    wide = jnp.promote_types(q_BNLK.dtype, jnp.float32)
-    logits_BNLS = jnp.einsum("bnlk,bnsk->bnls", q_BNLK, k_BNSK, preferred_element_type=wide)
-    return logits_BNLS * q_BNLK.shape[-1] ** -0.5
-
-
 def _blocked_forward(q_BLNK: jax.Array, k_BSNK: jax.Array, v_BSNK: jax.Array, block: int) -> tuple[jax.Array, Any]:
     dtype, wide = q_BLNK.dtype, jnp.promote_types(q_BLNK.dtype, jnp.float32)
     k_BNSK, v_BNSK = _by_head(k_BSNK), _by_head(v_BSNK)
 
     def of_block(q_BNLK: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits_BNLS = _block_logits(q_BNLK, k_BNSK)
+        logits_BNLS = _logits(q_BNLK, k_BNSK)
         max_BNL = jnp.max(logits_BNLS, axis=-1)
         weights_BNLS = jnp.exp(logits_BNLS - max_BNL[..., None])
         sum_BNL = jnp.sum(weights_BNLS, axis=-1)
@@ -327,7 +321,7 @@ def _blocked_backward(block: int, kept: Any, dy_BLNK: jax.Array) -> tuple[jax.Ar
 
     def of_block(sums: Any, at: Any) -> tuple[Any, jax.Array]:
         q_BNLK, dy_BNLK, lse_BNL, delta_BNL = at
-        weights_BNLS = jnp.exp(_block_logits(q_BNLK, k_BNSK) - lse_BNL[..., None])
+        weights_BNLS = jnp.exp(_logits(q_BNLK, k_BNSK) - lse_BNL[..., None])
         dweights_BNLS = jnp.einsum("bnlk,bnsk->bnls", dy_BNLK, v_BNSK, preferred_element_type=wide)
         dlogits_BNLS = (weights_BNLS * (dweights_BNLS - delta_BNL[..., None])).astype(dtype)
         # Sums over blocks stay wide: hundreds of them stall in bfloat16.

@@ -152,14 +152,14 @@ def pin_latents(mesh: Mesh | None, x: jax.Array) -> jax.Array:
 
 def on_host(mesh: Mesh, x: jax.Array, lead: int = 0) -> jax.Array:
     """Latents put in the memory of the hosts, laid out as on the devices (`latent_spec`); within a jitted function."""
-    return jax.device_put(x, latent_sharding(mesh, x.shape, lead).with_memory_kind("pinned_host"))
+    return jax.device_put(pin(mesh, x, *latent_spec(mesh, x.shape, lead)), jax.memory.Space.Host)
 
 
 def on_device(mesh: Mesh, x: jax.Array, lead: int = 1) -> jax.Array:
     """Latents back from there; those that never were stay as they are."""
     if jax.typeof(x).memory_space != jax.memory.Space.Host:
         return x
-    return jax.device_put(x, latent_sharding(mesh, x.shape, lead).with_memory_kind("device"))
+    return pin(mesh, jax.device_put(x, jax.memory.Space.Device), *latent_spec(mesh, x.shape, lead))
 
 
 # ------------------------------------------------------------------------------------------------------ parameters
