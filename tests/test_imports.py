@@ -81,7 +81,8 @@ def test_each_knows_only_those_left_of_it(file):
         if own in APART or own in LEAVES:
             pytest.fail(f"{where}: {own} stands apart")
         if own == "rewards" and other == "sidecar":
-            assert module.startswith("ddrl_jax.sidecar.protocol") or module == "ddrl_jax.sidecar", where
+            allowed = ("ddrl_jax.sidecar.protocol", "ddrl_jax.sidecar.shared")
+            assert module.startswith(allowed) or module == "ddrl_jax.sidecar", where
         elif own in ("main", "study") and other == "report":
             pass
         elif other in LEAVES:

@@ -92,7 +92,7 @@ BAD = {
     "too few prompts": (body(LATENT, prompts=["a"]), "prompts: 1 of them for a batch of 2"),
     "too few infos": (body(LATENT, video_infos=[{}]), "video_infos"),
     "no array": (body(LATENT)[: body(LATENT).index(b"\n") + 1], "np.save"),
-    "garbage array": (b'{"prompts": ["a"], "reward_fn": {"digits": 1}}\nPK\x03\x04', "np.save"),
+    "garbage array": (b'{"prompts": ["a"], "reward_fn": {"digits": 1}}\nPK\x03\x04', "torch.save"),
     "cut array": (body(LATENT)[:-1], "bytes of data"),
     "long array": (body(LATENT) + b"x", "bytes of data"),
     "wrong rank": (body(LATENT[0]), "shape"),
@@ -144,3 +144,107 @@ def test_negative_and_boolean_shapes():
 def test_one_line():
     assert protocol.one_line("a\nb\t\x1b[31mc") == "a b ?[31mc"
     assert len(protocol.one_line("x" * 1000)) == 300
+
+
+# --- bodies of torch.save; more of them in test_sidecar_fuzz.py ---
+
+
+def torch_body(value, **fields):
+    torch = pytest.importorskip("torch")
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    header = {"prompts": ["a"] * 2, "reward_fn": {"digits": 1.0}} | fields
+    return json.dumps(header).encode() + b"\n" + buffer.getvalue()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16"])
+def test_a_tensor_by_torch_save(dtype):
+    torch = pytest.importorskip("torch")
+    tensor = torch.from_numpy(LATENT).to(getattr(torch, dtype))
+    _, out = decode_request(torch_body(tensor))
+    np.testing.assert_array_equal(out, tensor.double().numpy())
+    _, out = decode_request(torch_body(tensor.transpose(1, 4).requires_grad_()))
+    np.testing.assert_array_equal(out, tensor.transpose(1, 4).double().numpy())
+    assert out.dtype == (np.float32 if dtype == "bfloat16" else dtype)
+
+
+def test_a_video_by_torch_save():
+    torch = pytest.importorskip("torch")
+    video = torch.randint(0, 256, (2, 3, 2, 4, 4), dtype=torch.uint8)
+    _, out = decode_request(torch_body(video, media_type="Video"))
+    np.testing.assert_array_equal(out, video.numpy())
+    with pytest.raises(ProtocolError, match="save the bfloat16 tensor itself"):
+        decode_request(torch_body(video))
+
+
+def test_only_a_tensor_by_torch_save():
+    torch = pytest.importorskip("torch")
+    tensor = torch.from_numpy(LATENT)
+    for value, message in [
+        ({"x": tensor}, "holds a dict"),
+        (Evil(), "it names"),
+        (torch.zeros(1).expand(2, 4, 64, 64, 64), "more elements than were sent"),
+        (tensor.to_sparse(), "not a tensor|it names|holds"),
+        (tensor.int(), "dtype torch.int32"),
+        (tensor * float("nan"), "not finite"),
+        (tensor[0], "B,C,T,h,w is needed"),
+    ]:
+        with pytest.raises(ProtocolError, match=message) as caught:
+            decode_request(torch_body(value))
+        assert "\n" not in str(caught.value)
+
+
+# --- the rest of cosmos-rl's protocol ---
+
+
+def test_names_of_cosmos_rls_scorers():
+    assert protocol.our_scorer("dance_grpo", ["video_align"]) == "video_align"
+    assert protocol.our_scorer("dance_grpo", ["digits"]) == "dance_grpo"  # refused later, by the name that was given
+    assert protocol.our_scorer("hpsv2", ["hps_v2", "hpsv2"]) == "hpsv2"  # a scorer of that very name comes first
+    answer = {"scores": {"pick_score/overall": [26.0, None], "pick_score/cosine": [0.2, 0.2]}, "type": "pick_score"}
+    out = protocol.with_cosmos_keys(answer, "pickscore", "pick_score")
+    assert out["scores"] == {"pickscore": [1.0, None], **answer["scores"]} and out["type"] == "pickscore"
+    assert protocol.with_cosmos_keys(answer, "pick_score", "pick_score") is answer
+
+
+def test_every_scorer_that_cosmos_rls_names_stand_for_is_built_in():
+    from ddrl_jax.sidecar.scorers import BUILT_IN
+
+    assert {ours for ours, _ in protocol.COSMOS.values()} <= set(BUILT_IN)
+
+
+def test_pushed_scores():
+    text = '{"scores": {"a": [1, NaN, null, "Good"]}, "duration": Infinity, "type": "s"}'
+    scorer, answer = protocol.decode_push(text, None)
+    assert scorer == "s" and answer["scores"] == {"a": [1, None, None, "Good"]}
+    json.dumps(answer, allow_nan=False)
+    for bad, message in [("x", "not JSON"), ("[]", "object"), ("{}", "scores"), ('{"scores": {"a": 1}}', "type")]:
+        with pytest.raises(ProtocolError, match=message):
+            protocol.decode_push(bad, None)
+    with pytest.raises(ProtocolError, match=r"scores\.a: a list"):
+        protocol.decode_push('{"scores": {"a": 1}}', "s")
+
+
+def test_latent_attributes():
+    assert protocol.decode_latent_attributes('{"fps": 24, "chunk_duration": 81}').fps == 24
+    for bad in (
+        '{"vae_pth": "x"}',
+        '{"device": "cuda"}',
+        '{"fps": -1}',
+        '{"fps": NaN}',
+        '{"load_mean_std": true}',
+        "1",
+    ):
+        with pytest.raises(ProtocolError, match=r"fields|fps|load_mean_std"):
+            protocol.decode_latent_attributes(bad)
+
+
+def test_media_types_as_cosmos_rl_writes_them():
+    assert decode_request(body(LATENT, media_type=None))[0].media_type == "latent"
+    assert decode_request(body(LATENT, media_type="LATENT"))[0].media_type == "latent"
+
+
+@pytest.mark.parametrize("fps", [0, -1, "16", None, True, float("nan")])
+def test_frame_rates_that_are_none(fps):
+    with pytest.raises(ProtocolError, match="video_infos: video_fps is"):
+        decode_request(body(LATENT, video_infos=[{"video_fps": fps}] * 2))

@@ -390,5 +390,7 @@ def test_the_trainers_side_needs_neither_torch_nor_jax():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     bad, own = json.loads(done.stdout)
     assert bad == []
-    assert {m for m in own if "rewards" not in m} == {"ddrl_jax.sidecar", "ddrl_jax.sidecar.protocol"}
+    assert {m for m in own if "rewards" not in m} == {
+        f"ddrl_jax.sidecar{module}" for module in ("", ".protocol", ".shared")
+    }
     assert protocol.ENQUEUE == "/api/reward/enqueue"

@@ -10,6 +10,7 @@ import pytest
 
 from ddrl_jax.sidecar import __main__ as cli
 from ddrl_jax.sidecar import build
+from ddrl_jax.sidecar.scorers import BUILT_IN
 
 ROOT = Path(__file__).parents[1]
 
@@ -114,3 +115,80 @@ def test_build_trains_weights_that_serve_loads(tmp_path):
     assert bad.scores["digits/overall"].max() < real.scores["digits/overall"].min()
     for name, values in one.scores.items():  # alone or among 48: the very same
         assert values[0] == real.scores[name][17]
+
+
+# --- what a scorer needs ---
+
+
+@pytest.mark.parametrize("scorer", sorted(BUILT_IN))
+def test_every_scorers_requirements_are_read_without_importing_it(scorer):
+    from packaging.requirements import Requirement
+
+    for line in build.scorer_requirements(scorer):
+        Requirement(line)
+    assert build.requirements(scorer)[-len(build.scorer_requirements(scorer)) or None :] == (
+        build.scorer_requirements(scorer) or build.requirements(scorer)
+    )
+
+
+def test_the_ocr_scorers_share_an_environment_whose_packages_are_the_ocr_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert list(build.scorer_requirements("ocr")) == list(build.scorer_requirements("ocr_judge")) == extras["ocr"]
+
+
+def test_requirements_of_a_users_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import what_is_not_installed\n\nclass Mine:\n    requirements = ('a>=1', 'b')\n\n"
+        "class Plain:\n    pass\n\n"
+        "class Wrong:\n    requirements = ['a']\n\nclass Made:\n    requirements = tuple('ab')\n"
+    )
+    assert build.scorer_requirements(f"{file}:Mine") == ("a>=1", "b")
+    assert build.scorer_requirements(f"{file}:Plain") == ()
+    assert build.default_env(f"{file}:Mine").name == "mine"
+    for spec, message in (
+        (f"{file}:Wrong", r"Wrong\.requirements in .*: a plain tuple of texts is needed"),
+        (f"{file}:Made", "a plain tuple of texts is needed"),
+        (f"{file}:None", "has no class 'None'"),
+        ("nothing", "'nothing' is none of aesthetic, .*and no FILE.py:Class"),
+        (f"{tmp_path}/no.py:Mine", "is none of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build.scorer_requirements(spec)
+    file.write_text("class Mine:\n  x = = 1\n")
+    with pytest.raises(ValueError, match="is no Python: line 2"):
+        build.scorer_requirements(f"{file}:Mine")
+
+
+def test_a_mistake_in_a_scorers_name_makes_no_environment(tmp_path, capsys):
+    assert cli.main(["build", "--scorer", "orc", "--env", str(tmp_path / "env")]) == 2
+    assert "scorer: 'orc' is none of" in capsys.readouterr().err and not (tmp_path / "env").exists()
+
+
+def test_a_scorer_runs_in_the_environment_that_build_made(tmp_path, monkeypatch):
+    """A package that only that environment has, seen by the scorer and not by the server."""
+    pytest.importorskip("torch")
+    import torch
+
+    from ddrl_jax.sidecar import scorer_process, settings
+
+    env = tmp_path / "env"
+    build.make_env(env, ())
+    [site] = env.glob("lib/python*/site-packages")
+    # In place of pip, which would need a network: what this interpreter has, and one package more.
+    (site / "ours.pth").write_text("\n".join(p for p in sys.path if p.endswith("site-packages")))
+    (site / "only_there.py").write_text("ANSWER = 42.0")
+    (tmp_path / "mine.py").write_text(
+        "import sys, only_there\nclass Mine:\n    batch_size = 1\n    def load(self, weights, device): pass\n"
+        "    def score(self, videos, prompts): return {'answer': [only_there.ANSWER], 'own': [sys.prefix == PREFIX]}\n"
+        f"PREFIX = {str(env)!r}\n"
+    )
+    spec = {"name": f"{tmp_path}/mine.py:Mine"}
+    with pytest.raises(ValueError, match="No module named 'only_there'"):
+        scorer_process.open_scorer(settings.ScorerSettings(**spec), "", "cpu", 1)
+    name, scorer = scorer_process.open_scorer(settings.ScorerSettings(**spec, env=str(env)), "", "cpu", 1)
+    try:
+        assert name == "mine"
+        assert scorer.score(torch.zeros(1, 3, 1, 2, 2), ["x"]) == {"answer": [42.0], "own": [1.0]}
+    finally:
+        scorer.close()

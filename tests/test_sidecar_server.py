@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -45,18 +46,23 @@ def command(*args):
 class Server:
     def __init__(self, *args, token=TOKEN):
         extra = ("--token-env", "TOK") if token else ()
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 (a pipe that nobody reads would stop it)
         self.process = subprocess.Popen(
-            command(*args, *extra), env=environment(token), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            command(*args, *extra), env=environment(token), stdout=subprocess.PIPE, stderr=self.log
         )
         self.ready = json.loads(self.process.stdout.readline() or b"{}")
-        assert self.ready, self.process.stderr.read().decode()
+        assert self.ready, self.stop()
         self.url = f"http://127.0.0.1:{self.ready['port']}"
         self.http = httpx.Client(base_url=self.url, headers=AUTH if token else {}, trust_env=False, timeout=30)
 
     def stop(self):
-        self.http.close()
+        """Kills it. Returns its log."""
         self.process.kill()
-        return self.process.communicate()[1].decode()
+        self.process.wait()
+        self.process.stdout.close()
+        with self.log:
+            self.log.seek(0)
+            return self.log.read().decode()
 
     def enqueue(self, array, prompts=None, reward_fn=None, **fields):
         return self.http.post("/api/reward/enqueue", content=body(array, prompts, reward_fn, **fields))
@@ -95,7 +101,7 @@ def start():
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     (folder / "slow.py").write_text(SLOW_SCORER)
-    server = Server("--scorer", "brightness", "--scorer", f"{folder}/slow.py:Slow", "--queue", 3,
+    server = Server("--scorer", "brightness", "--scorer", f"{folder}/slow.py:Slow", "--queue-size", 3,
                     "--max-body-mib", 1, "--replica-id", "r1", "--codec", "unshuffle:factor=2,std=0.5",
                     "--ready-file", folder / "ready.json")  # fmt: skip
     assert json.loads((folder / "ready.json").read_text()) == server.ready
@@ -258,7 +264,7 @@ def test_mistakes_at_the_start_are_one_line_and_exit_2(tmp_path):
     assert "there is no token" in fails("--scorer", "brightness", "--host", "0.0.0.0")
     assert "NOT_SET is empty" in fails("--scorer", "brightness", "--token-env", "NOT_SET")
     assert "codec: 'wan'" in fails("--scorer", "brightness", "--codec", "wan")
-    assert "none of brightness, digits" in fails("--scorer", "nothing")
+    assert "'nothing' is none of" in fails("--scorer", "nothing")
     assert "no digits.json" in fails("--scorer", "digits", "--weights", tmp_path)
     assert "port: 70000 is outside" in fails("--scorer", "brightness", "--port", 70000)
     with socket.socket() as taken:

@@ -234,7 +234,8 @@ def test_health_answers_while_it_computes():
     limits = protocol.Limits()
     slow = Slow()
     worker = text.TextWorker(slow, most=2)
-    app = make_app(Worker({}, parse_codec("identity"), limits), limits, "", Draining(), text=worker)
+    rewards = Worker({}, parse_codec("identity"), limits)
+    app = make_app(rewards.queue, rewards, limits, "", Draining(), text=worker)
     with TestClient(app) as client:
         answers = {}
 

@@ -7,6 +7,7 @@ scorer that the server does not have) is raised.
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import json
 import logging
@@ -23,7 +24,7 @@ import httpx
 import numpy as np
 from pydantic import ValidationError
 
-from ddrl_jax.sidecar import protocol
+from ddrl_jax.sidecar import protocol, shared
 from ddrl_jax.sidecar.protocol import one_line
 
 from .environment import ConfigurationFault
@@ -66,6 +67,25 @@ class Scores:
     attempts: int = 1
 
 
+class _Request:
+    """A batch as it is sent: by HTTP, or by name in shared memory."""
+
+    def __init__(self, header: protocol.EnqueueHeader, array: np.ndarray):
+        self.header, self.array = header, array
+        self._body = b""
+
+    def body(self) -> bytes:
+        if not self._body:
+            self._body = protocol.encode_request(self.header, self.array)
+        return self._body
+
+    def body_naming(self, segment: shared.Segment) -> bytes:
+        claim = protocol.SharedArray.model_validate(
+            {"name": segment.name, "dtype": self.array.dtype.name, "shape": self.array.shape}
+        )
+        return protocol.encode_request(self.header.model_copy(update={"shared": claim}), None)
+
+
 class Ticket:
     """A batch on its way. `result()` waits for it."""
 
@@ -105,6 +125,7 @@ class RewardClient:
       fps: frames a second, told to the scorers.
       media_type: "latent" (B,C,T,h,w), "video" (B,C,T,H,W) in [0,255] or "image" (B,H,W,C) in [0,255].
       wire: "float32", or "bfloat16" (latents only): half the bytes.
+      transport: "auto" hands arrays to a server that proves to be on this host in shared memory, "http" never does.
       sidecar: relaunched, a bounded number of times, when it has died or does not answer in time.
 
     Raises:
@@ -124,6 +145,7 @@ class RewardClient:
         fps: float = 16.0,
         media_type: Literal["latent", "video", "image"] = "latent",
         wire: Literal["float32", "bfloat16"] = "float32",
+        transport: Literal["auto", "http"] = "auto",
         sidecar: Sidecar | None = None,
     ):
         parts = urlsplit(url)
@@ -139,6 +161,8 @@ class RewardClient:
             )
         if wire == "bfloat16" and media_type != "latent":
             raise ConfigurationFault(f"reward.wire: 'bfloat16' is for latents, not for media_type {media_type!r}")
+        if transport not in ("auto", "http"):
+            raise ConfigurationFault(f"reward.transport: {transport!r}; 'auto' or 'http' is needed")
         self._url, self._token, self._sidecar = url.rstrip("/"), token, sidecar
         self.reward_fn = dict(reward_fn)
         # The server is asked for scorers; which sub-scores count, and with what sign, is the trainer's business.
@@ -152,6 +176,9 @@ class RewardClient:
         # A proxy from the environment is for the network, not for this machine.
         local = parts.hostname in ("127.0.0.1", "localhost", "::1")
         self._http = httpx.Client(trust_env=not local)
+        self._may_share = transport == "auto" and shared.available()
+        self._asked_to_share: tuple[str, int] | None = None  # which start of which server
+        self._shares = False
 
     def with_judges(self) -> RewardClient:
         """This client, which also asks the scorers of weight 0: no sample needs their scores to be valid."""
@@ -175,6 +202,7 @@ class RewardClient:
 
     def close(self) -> None:
         self._http.close()
+        shared.sweep()  # of a server, or another client, that was killed
 
     # --- at the start of a run: everything that can be wrong is raised ---
 
@@ -204,6 +232,27 @@ class RewardClient:
         if not isinstance(fields, dict):
             return {"status": "unreachable", "reason": f"status {answer.status_code}, no health"}
         return fields
+
+    # --- the rest of the protocol ---
+
+    def push(
+        self, uuid: str, scorer: str, scores: Mapping[str, Sequence[float | None]], timeout_s: float = 30.0
+    ) -> None:
+        """Hands in scores that were computed elsewhere, name -> one a sample. Raises ConfigurationFault if refused."""
+        fields = {"scores": {name: list(values) for name, values in scores.items()}, "type": scorer}
+        self._tell(protocol.PUSH, timeout_s, {"uuid": uuid, "scores": json.dumps(fields), "type": scorer})
+
+    def latent_attr(self, timeout_s: float = 30.0, **fields: Any) -> None:
+        """Tells a server what all latents are like (`protocol.LatentAttributes`). Raises as `push`."""
+        self._tell(protocol.LATENT_ATTR, timeout_s, {"fields": json.dumps(fields)})
+
+    def _tell(self, path: str, timeout_s: float, form: dict[str, str]) -> None:
+        try:
+            answer = self._post(path, timeout_s, data=form)
+        except _Retryable as error:
+            raise ConfigurationFault(f"reward.url: {self.url}{path}: {error}") from None
+        if answer.status_code != 200:
+            raise ConfigurationFault(f"reward.url: {self.url}{path}: {answer.status_code} {_message(answer)}")
 
     # --- every step ---
 
@@ -250,11 +299,11 @@ class RewardClient:
         reason, attempt = "", 0
         if not finite.any():
             return self._masked(count, "no sample is finite", began, 0)
-        body = self._encode(array, finite, prompts)
+        request = self._request(array, finite, prompts)
         for attempt in range(1, self.retries + 2):
             seen = self._sidecar.generation if self._sidecar is not None else 0
             try:
-                columns = self._once(body, count, deadline)
+                columns = self._once(request, count, deadline)
                 break
             except _Final as error:
                 return self._masked(count, str(error), began, attempt)
@@ -292,7 +341,7 @@ class RewardClient:
         seconds = time.monotonic() - began
         return Scores({}, np.zeros(count, bool), one_line(reason), seconds, attempts)
 
-    def _encode(self, array: np.ndarray, finite: np.ndarray, prompts: list[str]) -> bytes:
+    def _request(self, array: np.ndarray, finite: np.ndarray, prompts: list[str]) -> _Request:
         if array.dtype != np.uint8:
             array = np.asarray(array, np.float32)
         if not finite.all():
@@ -305,12 +354,40 @@ class RewardClient:
             video_infos=[{"video_fps": self.fps}] * len(prompts),
             media_type=self.media_type,
         )
-        return protocol.encode_request(header, array)
+        return _Request(header, array)
 
-    def _once(self, body: bytes, count: int, deadline: float) -> dict[str, np.ndarray]:
+    def _shares_memory(self, deadline: float) -> bool:
+        """Whether the server has proven to be on this host. Asked once of every start of it."""
+        if not self._may_share:
+            return False
+        server = self.url, self._sidecar.generation if self._sidecar is not None else 0
+        if self._asked_to_share != server:
+            health = self.health(max(0.1, min(5.0, (deadline - time.monotonic()) / 2)))
+            self._shares = shared.same_host(health.get("shared"))
+            self._asked_to_share = server
+            shared.sweep()
+        return self._shares
+
+    def _send(self, request: _Request, deadline: float) -> httpx.Response:
+        """One enqueue, by shared memory where that can be: its name is gone again when this returns."""
+        if self._shares_memory(deadline):
+            try:
+                with shared.Segment(request.array) as segment:
+                    body = request.body_naming(segment)
+                    answer = self._post(protocol.ENQUEUE, deadline - time.monotonic(), content=body)
+                if answer.status_code != 422 or not _message(answer).startswith("shared"):
+                    return answer
+                reason = _message(answer)
+                self._shares = False  # another server than the one that was asked
+            except OSError as error:
+                reason = str(error)
+            log.warning("rewards: over HTTP, not by shared memory (%s)", one_line(reason))
+        return self._post(protocol.ENQUEUE, deadline - time.monotonic(), content=request.body())
+
+    def _once(self, request: _Request, count: int, deadline: float) -> dict[str, np.ndarray]:
         """One attempt: enqueue, then pull each scorer until it is there."""
         while True:
-            answer = self._post(protocol.ENQUEUE, deadline - time.monotonic(), content=body)
+            answer = self._send(request, deadline)
             if answer.status_code != 429:
                 break
             self._wait(deadline, _retry_after(answer), "the server's queue is full")
@@ -343,7 +420,7 @@ class RewardClient:
                 raise _Retryable("the server no longer knows the batch (it was restarted?)")
             if answer.status_code == 429:
                 self._wait(deadline, _retry_after(answer), "the server asks for patience")
-            elif answer.status_code == 400:
+            elif answer.status_code in (400, 421):  # 421: another replica was asked than the one that took it
                 self._wait(deadline, self.poll_s, "still pending")
             else:
                 raise _Final(f"scoring failed: {answer.status_code} {_message(answer)}")
@@ -381,6 +458,8 @@ def exchange(http: httpx.Client, url: str, timeout: float, most: int, **request:
     """One POST. httpx bounds each read, this bounds the whole: a server that drips bytes is hanging, and one whose
     answer is larger than `most` bytes is no reward server. Raises httpx.HTTPError."""
     end = time.monotonic() + timeout
+    if "content" in request:  # in pieces: httpx copies what is left of a bytes object after every send
+        request["content"] = io.BytesIO(request["content"])
     with http.stream("POST", url, timeout=timeout, **request) as answer:
         content = bytearray()
         for chunk in answer.iter_bytes():
@@ -418,6 +497,9 @@ def _columns(answer: httpx.Response, scorer: str, count: int) -> dict[str, np.nd
         scores = protocol.PullAnswer.model_validate(fields).scores
     except (ValueError, ValidationError, RecursionError):
         raise _Retryable(f"garbage instead of scores: {one_line(answer.text, 80)!r}") from None
+    # A server of ours that is asked for a scorer of cosmos-rl's gives its keys too, without the scorer before them.
+    if any(name.startswith(f"{scorer}/") for name in scores):
+        scores = {name: values for name, values in scores.items() if name.startswith(f"{scorer}/")}
     columns = {}
     for name, values in scores.items():
         if not isinstance(values, list) or not all(

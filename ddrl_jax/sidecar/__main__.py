@@ -1,10 +1,13 @@
-"""`python -m ddrl_jax.sidecar build | serve | train | convert`. A user's mistake ends in one line and exit code 2."""
+"""`python -m ddrl_jax.sidecar build | serve | score | bench | train | convert`.
+
+A user's mistake ends in one line and exit code 2.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
-import logging
 import os
 import sys
 
@@ -20,7 +23,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--scorer", default="digits")
     p.add_argument("--env", default="", help="folder of the virtual environment (default "
                    "~/.cache/ddrl_jax/sidecar/SCORER); 'this' uses the running interpreter")  # fmt: skip
-    p.add_argument("--data", default="", help="clips to train on: an .npz, or a folder with clips.npz")
+    p.add_argument("--data", default="", help="what to train on: of digits an .npz of clips or a folder with "
+                   "clips.npz, of mini_clip the folder of the emoji packages")  # fmt: skip
     p.add_argument("--out", default="", help="folder for the weights")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--threads", type=int, default=1)
@@ -34,29 +38,55 @@ def parser() -> argparse.ArgumentParser:
 
     convert.add_arguments(sub.add_parser("convert", help="a torch file as safetensors, or the reverse"))
 
-    p = sub.add_parser("serve", help="run the reward server")
-    p.add_argument("--scorer", action="append", default=[],
-                   help="digits, brightness or FILE.py:Class; may be repeated")  # fmt: skip
+    p = sub.add_parser("serve", help="run the reward server", argument_default=argparse.SUPPRESS)
+    p.add_argument("--config", default="", help="TOML file of what follows, '_' for '-'; flags override it")
+    p.add_argument("--scorer", action="append",
+                   help="NAME or FILE.py:Class, perhaps with options: NAME,env=own,weights=DIR,device=cuda:1,"
+                   "dtype=bfloat16,batch_size=4; may be repeated")  # fmt: skip
+    p.add_argument("--weights", help="folder that the scorers load from")
+    p.add_argument("--codec", help="identity, unshuffle:factor=N,mean=M,std=S, or wan:path=FILE_OR_FOLDER,tile=N")
+    p.add_argument("--text-encoder", help="folder of a Qwen2.5-VL text tower: captions are embedded too")
+    p.add_argument("--text-tokenizer", help="folder of its tokenizer, where that is another")
+    p.add_argument("--text-length", type=int, help="tokens a caption, filled up or cut (512)")
+    p.add_argument("--text-strategy", help="full_concat, mean_pooling or pool_every_N_layers_and_concat")
+    p.add_argument("--text-dtype", help="of the tower: bfloat16 or float32")
+    p.add_argument("--host", help="127.0.0.1; another address needs a token")
+    p.add_argument("--port", type=int, help="0: any free one")
+    p.add_argument("--token-env", help="name of the variable that holds the bearer token")
+    p.add_argument("--ready-file", help="JSON written here once the server answers")
+    p.add_argument("--device", help="cpu, cuda, cuda:1, ...")
+    p.add_argument("--threads", type=int, help="of torch (1)")
+    p.add_argument("--queue", help="embedded, or redis://HOST:PORT/DB for a fleet")
+    p.add_argument("--dead-seconds", type=float, help="a replica silent for so long has its work taken over (15)")
+    p.add_argument("--queue-size", type=int, help="most requests waiting (64)")
+    p.add_argument("--max-body-mib", type=int, help="largest request (1024)")
+    p.add_argument("--grace", type=float, help="seconds a stop may take (30)")
+    p.add_argument("--replica-id", help="sent with every answer, for clients that pin to it")
+    p.add_argument("--parent-pid", type=int, help="die when this parent does (set by the trainer)")
+    p.add_argument("--log-prompts", action="store_true", help="logs hold prompts; otherwise never")
+    p.add_argument("--log-level", help="debug, info, warning or error")
+
+    p = sub.add_parser("score", help="rate pictures and videos, into a CSV file")
+    p.add_argument("files", nargs="+", metavar="FOLDER|FILE")
+    p.add_argument("--scorer", action="append", required=True, help="as of serve; may be repeated")
+    p.add_argument("--prompts", default="beside",
+                   help="a CSV with columns file and prompt; beside: NAME.txt beside each file; none")  # fmt: skip
+    p.add_argument("--out", required=True, help="the CSV to write; '-' is the standard output")
     p.add_argument("--weights", default="", help="folder that the scorers load from")
-    p.add_argument("--codec", default="identity",
-                   help="identity, unshuffle:factor=N,mean=M,std=S, or wan:path=FILE_OR_FOLDER,tile=N")  # fmt: skip
-    p.add_argument("--text-encoder", default="", help="folder of a Qwen2.5-VL text tower: captions are embedded too")
-    p.add_argument("--text-tokenizer", default="", help="folder of its tokenizer, where that is another")
-    p.add_argument("--text-length", type=int, default=512, help="tokens a caption, filled up or cut")
-    p.add_argument("--text-strategy", default="full_concat",
-                   help="full_concat, mean_pooling or pool_every_N_layers_and_concat")  # fmt: skip
-    p.add_argument("--text-dtype", default="bfloat16", help="of the tower: bfloat16 or float32")
-    p.add_argument("--host", default="127.0.0.1")
-    p.add_argument("--port", type=int, default=0, help="0: any free one")
-    p.add_argument("--token-env", default="", help="name of the variable that holds the bearer token")
-    p.add_argument("--ready-file", default="", help="JSON written here once the server answers")
+    p.add_argument("--frames", type=int, default=0, help="of a video, evenly chosen; 0: all")
     p.add_argument("--device", default="cpu")
-    p.add_argument("--threads", type=int, default=1, help="of torch")
-    p.add_argument("--queue", type=int, default=64, help="most requests waiting")
-    p.add_argument("--max-body-mib", type=int, default=1024)
-    p.add_argument("--grace", type=float, default=30.0, help="seconds a stop may take")
-    p.add_argument("--replica-id", default="")
-    p.add_argument("--parent-pid", type=int, default=0, help="die when this parent does (set by the trainer)")
+    p.add_argument("--threads", type=int, default=1)
+
+    p = sub.add_parser("bench", help="throughput and latency of a running server")
+    p.add_argument("--url", required=True, help="http://HOST:PORT")
+    p.add_argument("--scorer", action="append", default=[], help="default: the first that the server has")
+    p.add_argument("--token-env", default="", help="name of the variable that holds the bearer token")
+    p.add_argument("--shape", default="4,3,1,64,64", help="of an array sent: B,C,T,H,W; of an image B,H,W,C")
+    p.add_argument("--media-type", default="video", choices=("latent", "video", "image"))
+    p.add_argument("--requests", type=int, default=100)
+    p.add_argument("--concurrency", type=int, default=4)
+    p.add_argument("--timeout", type=float, default=120.0, help="seconds until a request counts as lost")
+    p.add_argument("--json", default="", help="file for the figures; '-' is the standard output")
     return top
 
 
@@ -72,64 +102,80 @@ def check_modules(scorer: str) -> None:
 
 def train(args: argparse.Namespace) -> None:
     check_modules(args.scorer)
-    if args.scorer != "digits":
-        raise ValueError(f"scorer: {args.scorer!r} has no training; only digits has")
-    from .scorers import digits_training
+    modules = {"digits": "digits_training", "mini_clip": "mini_clip_training"}
+    if args.scorer not in modules:
+        raise ValueError(f"scorer: {args.scorer!r} has no training; {' and '.join(modules)} have")
+    training = importlib.import_module(f".scorers.{modules[args.scorer]}", __package__)
+    training.main(args.data, args.out, seed=args.seed, threads=args.threads)
 
-    digits_training.main(args.data, args.out, seed=args.seed, threads=args.threads)
+
+def read_token(variable: str) -> str:
+    """The token in an environment variable, which is taken out of it; "" without a name. Raises ValueError."""
+    token = os.environ.pop(variable, "") if variable else ""
+    if variable and not token:
+        raise ValueError(f"token-env: the variable {variable} is empty or not set")
+    return token
 
 
 def serve(args: argparse.Namespace) -> None:
-    for name, least in (("threads", 1), ("queue", 1), ("max_body_mib", 1), ("grace", 0)):
-        if not getattr(args, name) >= least:
-            raise ValueError(f"{name.replace('_', '-')}: {getattr(args, name)}; must be at least {least}")
-    if not args.scorer and not args.text_encoder:
-        raise ValueError("scorer: none; name one with --scorer, such as digits, or give --text-encoder")
-    token = ""
-    if args.token_env:
-        token = os.environ.pop(args.token_env, "")
-        if not token:
-            raise ValueError(f"token_env: the variable {args.token_env} is empty or not set")
     check_modules("digits")
-    from . import server
+    from . import logs, server, settings
 
-    if args.parent_pid:
-        server.exit_with_parent(args.parent_pid)
-    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(message)s")
-    sock = server.bind(args.host, args.port, token)
+    flags = {name: value for name, value in vars(args).items() if name not in ("command", "config")}
+    s = settings.read(args.config, flags)
+    if not s.scorer and not s.text_encoder:
+        raise ValueError("scorer: none; name one with --scorer, such as digits, or give --text-encoder")
+    token = read_token(s.token_env)
+    if s.parent_pid:
+        server.exit_with_parent(s.parent_pid)
+    logs.start(s.log_level, s.log_prompts)
+    sock = server.bind(s.host, s.port, token)
 
     from .codec import parse_codec
     from .protocol import Limits
-    from .scorers import load
 
-    codec = parse_codec(args.codec, args.device)
+    codec = parse_codec(s.codec, s.device)
 
     import torch
 
+    from .queue import open_queue
+    from .scorer_process import open_scorers
     from .worker import Worker
 
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(s.threads)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    scorers = {}
-    for spec in args.scorer:
-        name, scorer = load(spec, args.weights or None, args.device)
-        if name in scorers:
-            raise ValueError(f"scorer: two are named {name!r}")
-        scorers[name] = scorer
-    limits = Limits(queue=args.queue, body_bytes=args.max_body_mib << 20)
+    scorers = open_scorers(s.scorer, s.weights, s.device, s.threads)
+    limits = Limits(queue=s.queue_size, body_bytes=s.max_body_mib << 20)
     text = None
-    if args.text_encoder:
+    if s.text_encoder:
         from .text import TextEncoder, TextWorker
 
         encoder = TextEncoder(
-            args.text_encoder, tokenizer=args.text_tokenizer, length=args.text_length, strategy=args.text_strategy,
-            dtype=args.text_dtype, device=args.device,
+            s.text_encoder, tokenizer=s.text_tokenizer, length=s.text_length, strategy=s.text_strategy,
+            dtype=s.text_dtype, device=s.device,
         )  # fmt: skip
         text = TextWorker(encoder, limits.queue)
+    queue = open_queue(s.queue, limits, scorers, s.codec, s.dead_seconds)  # last: whoever takes work can do it
     server.serve(
-        sock, Worker(scorers, codec, limits), limits=limits, token=token,
-        ready_file=args.ready_file, replica_id=args.replica_id, grace=args.grace, text=text,
+        sock, queue, Worker(scorers, codec, limits, queue), limits=limits, token=token,
+        ready_file=s.ready_file, replica_id=s.replica_id, grace=s.grace, text=text,
     )  # fmt: skip
+
+
+def score(args: argparse.Namespace) -> int:
+    """Exit code 0, or 1 where some file could not be rated."""
+    check_modules("digits")
+    from . import score as scoring
+
+    return scoring.main(args)
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Exit code 0, or 1 where some request was lost."""
+    check_modules("digits")
+    from . import bench as benchmark
+
+    return benchmark.main(args, read_token(args.token_env))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -141,8 +187,10 @@ def main(argv: list[str] | None = None) -> int:
             train(args)
         elif args.command == "convert":
             convert.convert(args)
-        else:
+        elif args.command == "serve":
             serve(args)
+        else:
+            return {"score": score, "bench": bench}[args.command](args)
     except (ValueError, OSError) as error:
         line = " ".join(str(error).split())
         print(f"ddrl_jax.sidecar: {line}", file=sys.stderr, flush=True)

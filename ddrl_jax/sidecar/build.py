@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import os
 import re
@@ -22,15 +23,23 @@ FALLBACK = (
     "safetensors>=0.5",
     "tokenizers>=0.22",
     "transformers>=5",
+    "av>=17.1",
+    "pillow>=11",
+    "prometheus-client>=0.21",
+    "redis>=5",
+    "rich>=13.9",
 )
-# What scorers need beside it. The two OCR engines are light and share an environment: one is the other's judge.
-_OCR = ("rapidocr==3.10.0", "ddddocr==1.6.1", "onnxruntime>=1.20")
-NEEDS = {"ocr": _OCR, "ocr_judge": _OCR}
 # Modules the server needs, and what `serve` looks for before it starts.
-MODULES = ("numpy", "pydantic", "fastapi", "uvicorn", "python_multipart", "torch", "safetensors")
+MODULES = (
+    *("numpy", "pydantic", "fastapi", "uvicorn", "python_multipart", "torch", "safetensors"),
+    *("prometheus_client", "av", "PIL", "rich"),
+)
 
 
 def default_env(scorer: str) -> Path:
+    """Where an environment goes unless told otherwise; of FILE.py:Class it has the file's name."""
+    if ":" in scorer:
+        scorer = Path(scorer.rpartition(":")[0]).stem
     return Path.home() / ".cache" / "ddrl_jax" / "sidecar" / scorer
 
 
@@ -46,7 +55,45 @@ def requirements(scorer: str = "digits") -> tuple[str, ...]:
     except importlib.metadata.PackageNotFoundError:
         lines = []
     found = [line.split(";")[0].strip() for line in lines if re.search(r"""extra\s*==\s*['"]sidecar['"]""", line)]
-    return (*(found or FALLBACK), *NEEDS.get(scorer, ()))
+    return (*(found or FALLBACK), *scorer_requirements(scorer))
+
+
+def scorer_requirements(scorer: str) -> tuple[str, ...]:
+    """A scorer class's `requirements`, read off its file: what it imports need not be installed yet.
+
+    Args:
+      scorer: a name of `scorers.BUILT_IN`, or FILE.py:Class.
+
+    Raises:
+      ValueError: no such scorer, or its `requirements` is no tuple of texts.
+    """
+    from .scorers import BUILT_IN  # standard library only
+
+    where, _, class_name = BUILT_IN.get(scorer, scorer).rpartition(":")
+    if scorer in BUILT_IN:
+        file = Path(__file__).parent / "scorers" / f"{where.rpartition('.')[2]}.py"
+    else:
+        file = Path(where)
+        if file.suffix != ".py" or not file.is_file():
+            raise ValueError(f"scorer: {scorer!r} is none of {', '.join(BUILT_IN)} and no FILE.py:Class either")
+    try:
+        tree = ast.parse(file.read_text())
+    except SyntaxError as error:
+        raise ValueError(f"scorer: {file} is no Python: line {error.lineno}: {error.msg}") from None
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    if class_name not in classes:
+        raise ValueError(f"scorer: {file} has no class {class_name!r}")
+    for node in classes[class_name].body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == "requirements" for target in targets):
+            try:
+                found = ast.literal_eval(node.value)  # type: ignore[attr-defined]
+            except ValueError:
+                found = None
+            if not isinstance(found, tuple) or not all(isinstance(one, str) and one for one in found):
+                raise ValueError(f"scorer: {class_name}.requirements in {file}: a plain tuple of texts is needed")
+            return found
+    return ()
 
 
 def env_python(env: str | os.PathLike[str]) -> Path:
@@ -86,12 +133,13 @@ def build(scorer: str, env: str, data: str, out: str, seed: int, threads: int) -
         raise ValueError("data, out: give both, to train the scorer's weights, or neither")
     if data and not Path(data).exists():
         raise ValueError(f"data: there is no {data!r}; a folder with clips.npz, or an .npz file, is needed")
+    needs = requirements(scorer)
     if env == "this":
         python = Path(sys.executable)
     else:
         folder = Path(env) if env else default_env(scorer)
         python = env_python(folder)
-        make_env(folder, requirements(scorer))
+        make_env(folder, needs)
         print(f"environment: {folder}", flush=True)
     if data:
         command = [python, "-m", "ddrl_jax.sidecar", "train", "--scorer", scorer, "--data", data]

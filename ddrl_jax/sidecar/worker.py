@@ -1,22 +1,22 @@
-"""The queue and its one worker thread: a request is decoded once, piece by piece, and every scorer asked for sees each
-piece. Knows nothing of HTTP."""
+"""The one thread that scores: a request is decoded once, piece by piece, and every scorer asked for sees each piece.
+Knows nothing of HTTP, nor of where its queue keeps things."""
 
 from __future__ import annotations
 
 import logging
 import math
-import queue
 import threading
 import time
-import uuid
-from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections import deque
 from typing import Any
 
 import numpy as np
 
 from .codec import Codec, to_video
 from .protocol import EnqueueHeader, Limits, one_line
+from .queue import EmbeddedQueue, Queue, QueueDownError, QueueFullError, Task
+
+__all__ = ["QueueFullError", "Worker", "score_in_fixed_batches"]
 
 log = logging.getLogger("ddrl_jax.sidecar")
 
@@ -24,27 +24,17 @@ log = logging.getLogger("ddrl_jax.sidecar")
 _PIECE_BYTES = 1 << 30
 
 
-class QueueFullError(Exception):
-    """No room now; come back later."""
+_THUMBNAIL = 128  # pixels of the longer side
+_SHOWN = 4  # samples of a request among the recent ones
 
 
-@dataclass
-class Task:
-    """One request. `answers` fills scorer by scorer; `error` set means that it failed as a whole."""
-
-    uuid: str
-    header: EnqueueHeader
-    array: np.ndarray | None  # dropped once scored
-    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-    finished: float | None = None
-    collected: set[str] = field(default_factory=set)
-
-
-def score_in_fixed_batches(scorer: Any, video_BCTHW: np.ndarray, prompts: list[str]) -> dict[str, list[float]]:
+def score_in_fixed_batches(
+    scorer: Any, video_BCTHW: np.ndarray, prompts: list[str], infos: list[dict[str, Any]] | None = None
+) -> dict[str, list[float]]:
     """Scores any number of samples in batches of exactly `scorer.batch_size`, the last one padded with its own samples.
 
     Kernels choose their summation order by shape, so one shape for all makes a score independent of its batch-mates.
+    A scorer with `wants_infos` gets what the request says of each video as well, nothing by default.
     Raises ValueError where the scorer's answer is not name -> one number a sample.
     """
     import torch
@@ -56,7 +46,8 @@ def score_in_fixed_batches(scorer: Any, video_BCTHW: np.ndarray, prompts: list[s
         rows = np.minimum(np.arange(start, start + size), total - 1)
         videos = torch.from_numpy(np.ascontiguousarray(video_BCTHW[rows]))
         with torch.inference_mode():
-            part = scorer.score(videos, [prompts[i] for i in rows])
+            more = [[infos[i] if infos else {} for i in rows]] if getattr(scorer, "wants_infos", False) else []
+            part = scorer.score(videos, [prompts[i] for i in rows], *more)
         live = min(size, total - start)
         if not isinstance(part, dict) or not part:
             raise ValueError(f"it returned {type(part).__name__}, not a dict of scores")
@@ -78,145 +69,148 @@ def _extend(scores: dict[str, list[float]], part: dict[str, list[float]]) -> Non
         scores.setdefault(name, []).extend(values)
 
 
-class Worker:
-    """Tasks in, scores out. All methods are safe to call from any thread."""
+def thumbnails(video_BCTHW: np.ndarray, most: int = _SHOWN) -> list[np.ndarray]:
+    """The middle frames of the first clips in [-1,1], as uint8 (H,W,3) of at most 128 pixels a side."""
+    import torch
 
-    def __init__(self, scorers: dict[str, Any], codec: Codec, limits: Limits):
-        self.scorers, self.codec, self.limits = scorers, codec, limits
-        self.scored = self.failed = 0
-        self._lock = threading.Lock()
-        self._tasks: OrderedDict[str, Task] = OrderedDict()
-        self._waiting: queue.Queue[Task] = queue.Queue()
-        self._pending = self._pending_bytes = 0
-        self._idle = threading.Condition(self._lock)
+    frames = torch.from_numpy(np.ascontiguousarray(video_BCTHW[:most, :, video_BCTHW.shape[2] // 2]))
+    height, width = frames.shape[-2:]
+    shrink = min(1.0, _THUMBNAIL / max(height, width))
+    size = max(1, round(height * shrink)), max(1, round(width * shrink))
+    small = torch.nn.functional.adaptive_avg_pool2d(frames, size)
+    small = small if small.shape[1] == 3 else small.mean(1, keepdim=True).expand(-1, 3, -1, -1)
+    levels = ((small + 1) * 127.5).round().clamp(0, 255).byte()
+    return list(np.ascontiguousarray(levels.permute(0, 2, 3, 1).numpy()))
+
+
+class Worker:
+    """Takes tasks from a queue and gives it their scores.
+
+    Args:
+      scorers: name -> loaded scorer.
+      codec: what makes video of latents.
+      limits: of the queue, where none is given.
+      queue: None: an embedded one.
+
+    Attributes:
+      recent: (uuid, prompt, uint8 (H,W,3) thumbnail, score name -> number or None), newest last, of the last requests'
+        first batches.
+      timings: (time.monotonic() at its end, seconds from enqueue to scored, samples) of the last requests.
+    """
+
+    def __init__(self, scorers: dict[str, Any], codec: Codec, limits: Limits, queue: Queue | None = None):
+        self.scorers, self.codec = scorers, codec
+        self.queue: Queue = EmbeddedQueue(limits, scorers) if queue is None else queue
+        self.add, self.get, self.drain = self.queue.add, self.queue.get, self.queue.drain
+        self.recent: deque[tuple[str, str, np.ndarray, dict[str, float | None]]] = deque(maxlen=16)
+        self.timings: deque[tuple[float, float, int]] = deque(maxlen=1024)
+        self._account: dict[str, dict[str, Any]] = {
+            name: {"state": "ready", "scored": 0, "failed": 0, "seconds": 0.0, "last_error": ""} for name in scorers
+        }
         threading.Thread(target=self._run, name="scorer", daemon=True).start()
 
     @property
     def pending(self) -> int:
         """Requests taken and not finished."""
-        return self._pending
+        return self.queue.account["pending"]
 
-    def add(self, header: EnqueueHeader, array: np.ndarray) -> str:
-        """Queues a request and returns its uuid. Raises QueueFullError, and ValueError for an unknown scorer."""
-        for name in header.reward_fn:
-            if name not in self.scorers:
-                raise ValueError(f"reward_fn: this server has no scorer {name!r}; it has {', '.join(self.scorers)}")
-        task = Task(uuid.uuid4().hex, header, array)
-        with self._lock:
-            room = self._pending_bytes + array.nbytes <= self.limits.queue_bytes
-            if self._pending >= self.limits.queue or (self._pending and not room):
-                raise QueueFullError(
-                    f"queue: {self._pending} requests ({self._pending_bytes} bytes) wait already; try again later"
-                )
-            self._pending += 1
-            self._pending_bytes += array.nbytes
-            self._tasks[task.uuid] = task
-            self._expire()
-        self._waiting.put(task)
-        return task.uuid
+    @property
+    def scored(self) -> int:
+        return self.queue.account["scored"]
 
-    def get(self, task_uuid: str, scorer: str | None) -> tuple[int, dict[str, Any]]:
-        """(HTTP status, answer): 200 scores, 400 pending, 404 unknown uuid, 422 failed, or not asked of that scorer."""
-        with self._lock:
-            task = self._tasks.get(task_uuid)
-            if task is None:
-                return 404, {
-                    "message": "uuid: unknown here; it was never enqueued, has expired, or was lost in a restart"
-                }
-            names = list(task.header.reward_fn)
-            if scorer is None and len(names) == 1:
-                scorer = names[0]
-            if scorer not in names:
-                return 422, {"message": one_line(f"type: {scorer!r}; this request asked for {', '.join(names)}")}
-            if scorer in task.answers:
-                task.collected.add(scorer)
-                return 200, task.answers[scorer]
-            if scorer in task.errors:
-                task.collected.add(scorer)
-                return 422, {"message": task.errors[scorer]}
-            return 400, {"message": "pending: not scored yet; ask again"}
+    @property
+    def failed(self) -> int:
+        return self.queue.account["failed"]
 
-    def drain(self, seconds: float) -> None:
-        """Waits until every request taken is finished and its scores are collected, or the time is up."""
-        end = time.monotonic() + seconds
-        with self._idle:
-            while time.monotonic() < end:
-                waiting = any(t.finished is None or t.collected < set(t.header.reward_fn) for t in self._tasks.values())
-                if not waiting:
-                    return
-                self._idle.wait(0.05)
-
-    def _expire(self) -> None:
-        now, limits = time.monotonic(), self.limits
-        done = [t for t in self._tasks.values() if t.finished is not None]
-        surplus = len(done) - limits.results
-        for i, task in enumerate(done):
-            if i < surplus or now - (task.finished or now) > limits.result_seconds:
-                del self._tasks[task.uuid]
+    @property
+    def account(self) -> dict[str, dict[str, Any]]:
+        """Of each scorer: state (ready, scoring), scored samples, failed requests, seconds, last_error (its kind)."""
+        return {name: dict(fields) for name, fields in self._account.items()}
 
     def _run(self) -> None:
+        task: Task | None
         while True:
-            task = self._waiting.get()
-            assert task.array is not None
-            nbytes = task.array.nbytes
             try:
-                self._score(task, task.array)
+                task = self.queue.take(1.0)
+                if task is not None:
+                    self._handle(task)
+            except Exception as error:  # the queue's own: it must not end the one worker
+                log.error("queue: %s: %s", type(error).__name__, one_line(error))
+                time.sleep(1.0)
+            task = None  # nor its array, while waiting for the next
+
+    def _handle(self, task: Task) -> None:
+        try:
+            try:
+                self._score(task)
+            except QueueDownError:
+                raise
             except BaseException as error:  # the one worker never dies, whatever a scorer raises
                 log.error("request %s failed (%s)", task.uuid, type(error).__name__)
-                reason = one_line(f"{type(error).__name__}: {error}")
-                for name in task.header.reward_fn:
-                    if name not in task.answers:
-                        task.errors.setdefault(name, reason)
-            with self._lock:
-                task.array, task.finished = None, time.monotonic()
-                self._pending -= 1
-                self._pending_bytes -= nbytes
-                self.failed += bool(task.errors)
-                self.scored += not task.errors
-                self._idle.notify_all()
+                for name in task.asked:
+                    self._fail(task, name, f"{type(error).__name__}: {error}", error)
+            self.queue.finish(task)
+            took = max(0.0, time.time() - task.enqueued)
+            self.timings.append((time.monotonic(), took, len(task.header.prompts)))
+        except QueueDownError as error:  # whoever reaches the queue again takes it over
+            log.error("request %s: its scores are lost: %s", task.uuid, error)
 
-    def _score(self, task: Task, array: np.ndarray) -> None:
-        header, began = task.header, time.perf_counter()
+    def _fail(self, task: Task, name: str, reason: str, error: BaseException) -> None:
+        if self.queue.fail(task, name, reason):
+            self._account[name]["failed"] += 1
+            self._account[name]["last_error"] = type(error).__name__
+
+    def _score(self, task: Task) -> None:
+        header, array, began = task.header, task.array, time.perf_counter()
         input_info = {
             "shape": list(array.shape),
             "dtype": str(array.dtype),
             "min": f"{array.min():.3f}",
             "max": f"{array.max():.3f}",
         }
-        decoded, seconds = time.perf_counter() - began, dict.fromkeys(header.reward_fn, 0.0)
-        columns: dict[str, dict[str, list[float]]] = {name: {} for name in header.reward_fn}
+        decoded, seconds = time.perf_counter() - began, dict.fromkeys(task.asked, 0.0)
+        columns: dict[str, dict[str, list[float]]] = {name: {} for name in task.asked}
+        failed: set[str] = set()
+        answers: dict[str, dict[str, list[float | None]]] = {}
+        shown: list[np.ndarray] = []
         # Whole batches of every scorer, so that none is filled up before the end.
-        unit = math.lcm(*(int(self.scorers[name].batch_size) for name in header.reward_fn))
+        unit = math.lcm(*(int(self.scorers[name].batch_size) for name in task.asked))
         total, start, end = len(header.prompts), 0, unit
-        while start < total and len(task.errors) < len(columns):
+        while start < total and len(failed) < len(columns):
             began = time.perf_counter()
             video = to_video(array[start:end], header.media_type, self.codec)
             decoded += time.perf_counter() - began
-            for name in [n for n in columns if n not in task.errors]:
+            if start == 0:
+                shown = thumbnails(video)
+            for name in [n for n in columns if n not in failed]:
                 began = time.perf_counter()
                 try:
-                    part = score_in_fixed_batches(self.scorers[name], video, header.prompts[start:end])
-                    _extend(columns[name], part)
+                    _extend(columns[name], self._ask(name, video, header, start, end))
                 except Exception as error:
                     # Prompts may be in the text: it goes back to whoever sent them, not into the log.
                     text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-                    task.errors[name] = one_line(f"scorer {name}: {text}")
-                    log.warning("request %s: scorer %s failed (%s)", task.uuid, name, type(error).__name__)
+                    about = {"request": task.uuid, "scorer": name, "error": type(error).__name__}
+                    log.warning("request %s: scorer %s failed (%s)", *about.values(), extra=about)
+                    self._fail(task, name, f"scorer {name}: {text}", error)
+                    failed.add(name)
                     continue
                 seconds[name] += time.perf_counter() - began
+                self._account[name]["seconds"] += time.perf_counter() - began
                 if end < total:
                     continue
-                task.answers[name] = {
-                    # JSON knows no NaN: null is a sample that could not be scored.
-                    "scores": {
-                        f"{name}/{key}": [v if math.isfinite(v) else None for v in column]
-                        for key, column in columns[name].items()
-                    },
+                # JSON knows no NaN: null is a sample that could not be scored.
+                answers[name] = {
+                    f"{name}/{key}": [v if math.isfinite(v) else None for v in column]
+                    for key, column in columns[name].items()
+                }
+                self.queue.answer(task, name, {
+                    "scores": answers[name],
                     "input_info": input_info,
                     "duration": f"{seconds[name]:.4f}",
                     "decoded_duration": f"{decoded:.4f}",
                     "type": name,
-                }
+                })  # fmt: skip
+                self._account[name]["scored"] += total
                 log.info(
                     "request %s: %s scored %d samples in %.3f s (decoded in %.3f s)",
                     task.uuid,
@@ -224,7 +218,20 @@ class Worker:
                     total,
                     seconds[name],
                     decoded,
+                    extra={"request": task.uuid, "scorer": name, "samples": total, "prompts": header.prompts},
                 )
             batch_bytes = video.nbytes // len(video) * unit
             start, end = end, end + unit * max(1, _PIECE_BYTES // batch_bytes)
             del video  # before the next piece is decoded
+        for i, thumbnail in enumerate(shown if answers else []):
+            scores = {key: column[i] for part in answers.values() for key, column in part.items()}
+            self.recent.append((task.uuid, header.prompts[i], thumbnail, scores))
+
+    def _ask(self, name: str, video: np.ndarray, header: EnqueueHeader, start: int, end: int) -> dict[str, list[float]]:
+        """A scorer's columns for the samples from `start` to `end`."""
+        infos = header.video_infos[start:end] if header.video_infos else None
+        self._account[name]["state"] = "scoring"
+        try:
+            return score_in_fixed_batches(self.scorers[name], video, header.prompts[start:end], infos)
+        finally:
+            self._account[name]["state"] = "ready"

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from pathlib import Path
 from typing import Any, Protocol
 
 BUILT_IN = {
+    "aesthetic": "ddrl_jax.sidecar.scorers.aesthetic:Aesthetic",
     "brightness": "ddrl_jax.sidecar.scorers.brightness:Brightness",
+    "clip_score": "ddrl_jax.sidecar.scorers.clip_score:ClipScore",
+    "cosmos_reason1": "ddrl_jax.sidecar.scorers.cosmos_reason1:CosmosReason1",
     "digits": "ddrl_jax.sidecar.scorers.digits:Digits",
+    "hps_v2": "ddrl_jax.sidecar.scorers.hps_v2:HpsV2",
+    "image_reward": "ddrl_jax.sidecar.scorers.image_reward:ImageReward",
+    "jpeg": "ddrl_jax.sidecar.scorers.jpeg:Jpeg",
+    "mini_clip": "ddrl_jax.sidecar.scorers.mini_clip:MiniClip",
     "ocr": "ddrl_jax.sidecar.scorers.ocr:Ocr",
     "ocr_judge": "ddrl_jax.sidecar.scorers.ocr_judge:OcrJudge",
+    "pick_score": "ddrl_jax.sidecar.scorers.pick_score:PickScore",
+    "vbench": "ddrl_jax.sidecar.scorers.vbench:VBench",
+    "video_align": "ddrl_jax.sidecar.scorers.video_align:VideoAlign",
 }
 
 
@@ -32,7 +43,7 @@ class Scorer(Protocol):
         cannot be scored. ValueError fails the request, with its text as the reason."""
 
 
-def resolve(spec: str) -> tuple[str, type]:
+def resolve(spec: str) -> tuple[str, type[Any]]:
     """`digits` or `path/to/my_scorer.py:MyScorer` -> (name on the wire, class). Raises ValueError in one line.
 
     A file's scorer is named by the class's attribute `name`, or by the file's name without `.py`.
@@ -62,12 +73,15 @@ def resolve(spec: str) -> tuple[str, type]:
     return name, cls
 
 
-def load(spec: str, weights: str | None, device: str) -> tuple[str, Scorer]:
+def load(spec: str, weights: str | None, device: str, dtype: str = "float32") -> tuple[str, Scorer]:
     """`resolve`, then an instance with its weights. Raises ValueError in one line, whatever the scorer raises."""
     name, cls = resolve(spec)
     try:
+        options = {"dtype": dtype} if "dtype" in inspect.signature(cls.load).parameters else {}
+        if dtype != "float32" and not options:
+            raise ValueError(f"dtype {dtype!r}; it computes in its own (its `load` takes no dtype)")
         scorer = cls()
-        scorer.load(weights, device)
+        scorer.load(weights, device, **options)
         if int(scorer.batch_size) < 1:
             raise ValueError(f"batch_size {scorer.batch_size}; at least 1 is needed")
     except Exception as error:

@@ -72,6 +72,8 @@ def pictures(videos_BCTHW: Any) -> np.ndarray:
 class Ocr:
     """Scores text and confidence, both in [0,1], means over a clip's frames."""
 
+    # Both engines: they are light and share an environment, one being the other's judge.
+    requirements = ("rapidocr==3.10.0", "ddddocr==1.6.1", "onnxruntime>=1.20")
     batch_size = 1  # pictures are read one by one: nothing to gain, and no batch-mates
 
     def load(self, weights: str | None, device: str) -> None:

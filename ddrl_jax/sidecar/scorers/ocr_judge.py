@@ -19,6 +19,8 @@ from .ocr import comparable, missing, pictures, similarity, wanted_text
 class OcrJudge:
     """Scores text and exact, both in [0,1], means over a clip's frames."""
 
+    # Both engines: they are light and share an environment, one being the other's judge.
+    requirements = ("rapidocr==3.10.0", "ddddocr==1.6.1", "onnxruntime>=1.20")
     batch_size = 1
 
     def load(self, weights: str | None, device: str) -> None:
