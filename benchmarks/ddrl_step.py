@@ -263,8 +263,8 @@ def main() -> None:
     tokens = args.frames * (EDGE // 2) ** 2
     print(
         f"{count / 1e6:.1f} M parameters, {tokens:,} tokens, float32; ours on {args.devices} devices and "
-        f"{len(os.sched_getaffinity(0))} cores, Torch's {torch.get_num_threads()} threads; jax {jax.__version__}, torch "
-        f"{torch.__version__}; outputs differ by {off:.1e} at most",
+        f"{len(os.sched_getaffinity(0))} cores, Torch's {torch.get_num_threads()} threads; jax {jax.__version__}, "
+        f"torch {torch.__version__}; outputs differ by {off:.1e} at most",
         flush=True,
     )
     names = ("product", "forward", "gradient", "iteration")
