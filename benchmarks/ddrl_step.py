@@ -1,4 +1,4 @@
-"""One DDRL iteration against the same work in Torch: `python benchmarks/ddrl_step.py [--rounds=3 --threads=2]`.
+"""One DDRL iteration against the same work in Torch: `python benchmarks/ddrl_step.py [--rounds=3 --devices=2]`.
 
 A Cosmos DiT of 16 M parameters on 2,048 tokens a sample, float32, on the CPU. Ours are the trainer's own jitted
 functions (`Update.rollout`, `data`, `apply`); theirs is diffusers' `CosmosTransformer3DModel` with the same weights,
@@ -7,6 +7,9 @@ gradient of |T| of the T steps, the gradient of the data loss on one clip, and A
 many samples here as there. Both are timed in turns in one run and after one iteration that is not counted (ours
 compiles in it), and medians are compared: above 1 is faster than Torch. The peak is what a product of two float32
 matrices of 2048 x 2048 reaches, in JAX and in Torch, measured in the same turns.
+
+Ours runs as docs/scaling.md advises for a CPU: a device a core, a clip's tokens cut over them by the mesh's context,
+one clip at a time. --devices=1 is one device whose operations use all cores.
 
 Another program on the same cores disturbs both: look at the ratios of several rounds, and at the peak.
 """
@@ -25,6 +28,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 for name, value, what in (
     ("rounds", 3, "timed turns"),
     ("threads", 2, "of both"),
+    ("devices", 2, "of ours, each with one thread where there are several; divides threads, heads and frames"),
     ("width", 384, "of the network"),
     ("heads", 6, "of the network"),
     ("depth", 6, "of the network"),
@@ -38,6 +42,9 @@ args = parser.parse_args()
 # Before jax: XLA's pool has a thread a core of those it may run on.
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
 os.environ |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
+os.environ["JAX_NUM_CPU_DEVICES"] = str(args.devices)
+if args.devices > 1:
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -62,7 +69,8 @@ def settings() -> config_lib.ConfigDict:
     c.model.adaln_rank, c.model.context_dim = 64, 256
     c.codec.factor = 4  # 16 latent channels
     c.text.length, c.text.dim = args.text, TEXT_DIM
-    c.rollout.conditions, c.rollout.group_size, c.train.micro_batch = 1, GROUP, GROUP
+    c.rollout.conditions, c.rollout.group_size = 1, GROUP
+    c.train.micro_batch = c.rollout.micro_batch = 1
     c.rollout.num_steps, c.rollout.trained_steps = args.steps, tuple(range(args.trained))
     c.objective.data_levels, c.objective.clip_range = "training", CLIP
     c.train.learning_rate, c.train.warmup_steps = LEARNING_RATE, 0
@@ -74,10 +82,11 @@ def settings() -> config_lib.ConfigDict:
 
 
 class Ours:
-    """The trainer's jitted functions on one device."""
+    """The trainer's jitted functions."""
 
     def __init__(self, config: config_lib.ConfigDict, graphdef: nnx.GraphDef, params: Any, inputs: dict[str, Any]):
-        mesh = build.mesh_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1])
+        mesh = build.mesh_lib.make_mesh(1, 1, args.devices)
+        params = jax.device_put(params, build.mesh_lib.fsdp_sharding(mesh, params))
         # The clips are not of a data set of ours.
         self.setup = dataclasses.replace(build.abstract_setup(config, mesh), latent_shape=inputs["x0"].shape[1:])
         self.method = Update(config, self.setup)
@@ -85,9 +94,12 @@ class Ours:
         self.x0, self.x, self.t = (jnp.asarray(inputs[k]) for k in ("x0", "x", "t"))
         self.cond = build.cond(jnp.asarray(inputs["text"]))
         valid = jnp.ones(GROUP, bool)
-        self.rewarded = Rewarded(jnp.arange(GROUP, dtype=jnp.float32)[None], jnp.ones(1), valid)
+        rewarded = Rewarded(jnp.arange(GROUP, dtype=jnp.float32)[None], jnp.ones(1), valid)
+        self.rewarded = jax.device_put(rewarded, build.mesh_lib.replicated(mesh))
         self.params, self.key, self.zero = params, jax.random.key(0), jnp.zeros((), jnp.int32)
-        self.square = jnp.asarray(inputs["square"])
+        # Cut over the devices as an activation is.
+        self.square = jax.device_put(inputs["square"], jax.NamedSharding(mesh, jax.P("context")))
+        self.other = jax.device_put(inputs["square"], build.mesh_lib.replicated(mesh))
         self._product = jax.jit(jnp.matmul)
 
         def network(params: Any, x: jax.Array) -> jax.Array:
@@ -103,7 +115,7 @@ class Ours:
         jax.block_until_ready(self._gradient(self.params, self.x))
 
     def product(self) -> None:
-        jax.block_until_ready(self._product(self.square, self.square))
+        jax.block_until_ready(self._product(self.square, self.other))
 
     def iteration(self) -> None:
         m, s = self.method, self.state
@@ -250,9 +262,9 @@ def main() -> None:
     off = float(np.abs(np.asarray(ours.forward()) - theirs.forward().numpy()).max())
     tokens = args.frames * (EDGE // 2) ** 2
     print(
-        f"{count / 1e6:.1f} M parameters, {tokens:,} tokens, float32, {args.threads} threads of both (XLA's pool: "
-        f"{len(os.sched_getaffinity(0))} cores, Torch: {torch.get_num_threads()}); jax {jax.__version__}, torch "
-        f"{torch.__version__}; outputs differ by {off:.1e} at most",
+        f"{count / 1e6:.1f} M parameters, {tokens:,} tokens, float32; ours on {args.devices} devices and "
+        f"{len(os.sched_getaffinity(0))} cores, Torch's {torch.get_num_threads()} threads; jax {jax.__version__}, "
+        f"torch {torch.__version__}; outputs differ by {off:.1e} at most",
         flush=True,
     )
     names = ("product", "forward", "gradient", "iteration")

@@ -118,7 +118,7 @@ class Setup:
         given_G: np.ndarray | None = None,
         count: int | None = None,
     ) -> dict[str, Any]:
-        """The condition of this process's rows of a batch, on the devices, all cut along its rows: see `spread`.
+        """The condition of this process's rows of a batch, on the devices, cut as it comes: see `spread`.
 
         Args:
           captions: one a condition.
@@ -127,7 +127,7 @@ class Setup:
           count: conditions of the global batch; None: `captions` are all of them.
         """
         try:
-            context = to_global(self.mesh, self.text.embed(captions), count)
+            context = to_global(self.mesh, self.text.embed(captions), count, mesh_lib.arriving_text_sharding)
         except ValueError as error:
             raise ConfigError(f"config.{error}") from error
         if given_G is None:
@@ -218,11 +218,10 @@ def chunk(config: ConfigDict, mesh: Mesh) -> int:
 
 
 def _check_cut(config: ConfigDict, mesh: Mesh, field: str) -> None:
-    shards = mesh_lib.batch_shards(mesh)
-    if get(config, field) % shards:
-        raise ConfigError(
-            f"config.{field}={get(config, field)}: must be a multiple of the mesh's replica * fsdp = {shards}"
-        )
+    shards, value = mesh_lib.batch_shards(mesh), get(config, field)
+    if value % shards:
+        fewer = "" if value > shards else "; with a larger mesh.context it is smaller"
+        raise ConfigError(f"config.{field}={value}: must be a multiple of the mesh's replica * fsdp = {shards}{fewer}")
 
 
 def make_mesh(config: ConfigDict, devices: Any = None) -> Mesh:

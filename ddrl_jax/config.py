@@ -347,13 +347,6 @@ def validate(config: ConfigDict) -> None:
     for field in ("train.ema_rate", "pretrain.ema_rate"):
         value = get(config, field)
         _require(value < 0.288, field, value, "must be below 0.288 (the width of a plain average); 0 turns the EMA off")
-    _require(
-        config.pretrain.batch_size % min(config.train.micro_batch, config.pretrain.batch_size) == 0,
-        "pretrain.batch_size",
-        config.pretrain.batch_size,
-        f"must be a multiple of train.micro_batch={config.train.micro_batch}, or smaller",
-    )
-
     _validate_data(config)
     _require(
         config.model.width % config.model.heads == 0,
@@ -796,6 +789,13 @@ def _validate_rollout(config: ConfigDict) -> None:
         train.updates_per_rollout,
         f"updates times train.micro_batch={train.micro_batch} must divide the {batch} rollouts of an iteration",
     )
+    size = config.pretrain.batch_size
+    _require(
+        config.pretrain.steps == 0 or size % min(train.micro_batch, size) == 0,
+        "pretrain.batch_size",
+        size,
+        f"must be a multiple of train.micro_batch={train.micro_batch}, or smaller",
+    )
 
 
 def get(config: ConfigDict, field: str) -> Any:
@@ -852,8 +852,8 @@ def check_same_run(config: ConfigDict, workdir: Path) -> list[str]:
     return lines
 
 
-def unknown_field(arguments: list[str], known: ConfigDict) -> str | None:
-    """The message for the first `--config.x=` whose field does not exist, or None."""
+def bad_flag(arguments: list[str], known: ConfigDict) -> str | None:
+    """The message for the first `--config.x=` whose field does not exist or is a number and given none, or None."""
     fields = flatten(known.to_dict())
     names = set(fields) | {f.rsplit(".", n)[0] for f in fields for n in range(1, f.count(".") + 1)}
     for argument in arguments:
@@ -863,7 +863,18 @@ def unknown_field(arguments: list[str], known: ConfigDict) -> str | None:
                 close = difflib.get_close_matches(name, fields, n=1, cutoff=0.4)
                 hint = f"; did you mean config.{close[0]}?" if close else ""
                 return f"config.{name}={value!r}: there is no such field{hint}"
+            kind = type(fields.get(name))
+            if kind in (int, float) and not _is_number(kind, value):
+                return f"config.{name}={value!r}: must be a {'whole ' if kind is int else ''}number"
     return None
+
+
+def _is_number(kind: type, text: str) -> bool:
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True
 
 
 def locate(argument: str) -> str:

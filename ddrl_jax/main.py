@@ -59,8 +59,8 @@ def read_flags(argv: list[str]) -> tuple[Any, str, str, str]:
     try:
         rest = values(argv)[1:]
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-        unknown = config_lib.unknown_field(argv, known)
-        raise config_lib.ConfigError(unknown or " ".join(str(error).split())) from error
+        reason = config_lib.bad_flag(argv, known)
+        raise config_lib.ConfigError(reason or " ".join(str(error).split())) from error
     if rest:
         raise config_lib.ConfigError(f"{rest[0]!r}: is no flag; flags begin with -- and take their value after =")
     workdir = values.workdir or str(Path("runs") / Path(file).stem)

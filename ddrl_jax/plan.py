@@ -108,6 +108,8 @@ def run(config: ConfigDict, target: topology.Target) -> bool:
     topology.TargetError where the compiler knows no such topology."""
     jax.config.update("jax_enable_compilation_cache", False)  # what is kept for other hardware serves no run here
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    if config.plan.json:  # what cannot be written is said now, and not after minutes of compiling
+        write({}, Path(config.plan.json))
     with _compiler_messages():  # a TPU's says that there is none here
         devices = topology.devices(target)
     result = make(config, devices, target.card, console=console)
@@ -245,6 +247,12 @@ class _Planner:
             cond |= {"condition_mask": self._rows((conditions, 1, latent[1], 1, 1)), "frames": self.x0_GX}
         return cond
 
+    def _next_batch(self) -> list[Any]:
+        """What is read while rewards are computed: clean latents and features of the next conditions."""
+        context = self.cond["context"]
+        arriving = mesh_lib.arriving_text_sharding(self.mesh, context.shape)
+        return self._place([self.x0_GX, context], [self.x0_GX.sharding, arriving])
+
     def _rewarded(self) -> Any:
         """As `update.to_device` makes it."""
         batch, reference = self.method.batch, self.method.needs_reference_rollouts
@@ -268,6 +276,7 @@ class _Planner:
             arguments = (self.base, acting, key, step, self.cond)
             x0, trajectory = self._compile("rollout", method.rollout, arguments, {"keep_mean": method.keeps_mean})
             self.alive |= {"rollouts": x0} | ({"trajectory": trajectory} if trajectory is not None else {})
+            self.alive["next batch"] = self._next_batch()
             if method.needs_reference_rollouts:
                 arguments = (self.base, self.reference, key, step, self.cond)
                 self._compile("reference rollout", method.rollout, arguments, {"keep_mean": False, "reference": True})
@@ -580,7 +589,7 @@ def _evaluations(functions: list[Function]) -> dict[str, float]:
 
 
 def _suggest(config: ConfigDict, result: dict[str, Any], mesh: Mesh) -> list[str]:
-    """What makes it smaller, the most promising first, with the bytes that it saves, roughly."""
+    """What makes it smaller, what is likely to save most first."""
     held, usable = result["held"], result["card"]["usable"]
     replica, fsdp, context = (mesh.shape[axis] for axis in mesh_lib.AXES)
     shards, frames = mesh_lib.batch_shards(mesh), build.latent_shape(config)[1]
@@ -593,16 +602,15 @@ def _suggest(config: ConfigDict, result: dict[str, Any], mesh: Mesh) -> list[str
     def half(axis: str, size: int) -> str:
         return f"mesh.{axis}={size // 2}"
 
-    # Activations.
-    if "rollout" in name:
-        if result["rollouts_per_data_group"] > 1:
-            tries.append((temporaries / 2, f"rollout.micro_batch={shards}"))
-    else:
-        if config.train.micro_batch > shards:
-            tries.append((temporaries / 2, f"train.micro_batch={shards}"))
-        less = _REMAT[_REMAT.index(config.model.remat) + 1 :] if config.model.remat in _REMAT else ()
-        if less:
-            tries.append((temporaries / 2, f"model.remat={less[0]}, down to {less[-1]}"))
+    # Activations. Both micro-batches at once: what makes the one too large makes the other.
+    samples = {"rollout": config.rollout.micro_batch or result["rollouts"], "train": config.train.micro_batch}
+    above = [kind for kind, size in samples.items() if size > shards]
+    if above:
+        saved = temporaries * (1 - shards / samples["rollout" if "rollout" in name else "train"])
+        tries.append((saved, " and ".join(f"{kind}.micro_batch={shards}" for kind in above)))
+    less = _REMAT[_REMAT.index(config.model.remat) + 1 :] if config.model.remat in _REMAT else ()
+    if less and "rollout" not in name:
+        tries.append((temporaries / 3, f"model.remat={less[0]}, down to {less[-1]}"))
     wider = 2 * context
     if config.model.heads % wider == 0 and frames % wider == 0 and (replica % 2 == 0 or fsdp % 2 == 0):
         with_half = half("replica", replica) if replica % 2 == 0 else half("fsdp", fsdp)
@@ -619,5 +627,4 @@ def _suggest(config: ConfigDict, result: dict[str, Any], mesh: Mesh) -> list[str
     if config.train.trajectory == "device":
         tries.append((trajectory, "train.trajectory=host"))
     large = sorted((entry for entry in tries if entry[0] > 0.01 * usable), reverse=True)
-    shown = [f"{text}, which saves about {plan_table.size(saved)}" for saved, text in large]
-    return [*shown, "more devices, with a larger mesh.fsdp"]
+    return [*(text for _, text in large), "more devices, with a larger mesh.fsdp"]

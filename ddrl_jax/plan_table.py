@@ -18,16 +18,23 @@ def show(result: dict[str, Any], console: Console) -> None:
         f"\n{result['devices']} x {card['name']}: {shape}; {result['rollouts']} rollouts, "
         f"{result['rollouts_per_data_group']:g} a data group"
     )
-    for table in (_held(result), _functions(result), _collectives(result)):
+    tables = [_held(result), _functions(result)]
+    if any(f["collectives"] for f in result["functions"]):
+        tables.append(_collectives(result))
+    for table in tables:
         console.print()
         console.print(table)
     console.print()
     for f in result["functions"]:
-        if f["warnings"]:
-            more = f" (and {len(f['warnings']) - 1} more)" if len(f["warnings"]) > 1 else ""
-            console.print(f"warning: {f['name']}: {f['warnings'][0]}{more}", markup=False)
+        # That a compiler wanted less memory is of no interest where there is enough.
+        warnings = [w for w in f["warnings"] if not (result["fits"] and "reduce memory" in w)]
+        if warnings:
+            more = f" (and {len(warnings) - 1} more)" if len(warnings) > 1 else ""
+            console.print(f"warning: {f['name']}: {warnings[0]}{more}", markup=False, soft_wrap=True)
         if f["uncounted"]:
-            console.print(f"warning: {f['name']}: not counted: {', '.join(f['uncounted'])}", markup=False)
+            console.print(
+                f"warning: {f['name']}: not counted: {', '.join(f['uncounted'])}", markup=False, soft_wrap=True
+            )
         if f["unknown_loops"]:
             console.print(f"warning: {f['name']}: {f['unknown_loops']} loops of unknown length count as one turn")
     evaluations = result["evaluations_per_rollout"]
@@ -35,9 +42,9 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(f"network evaluations a rollout: {counted:g} in the programs, {expected:g} by the method")
     bound = result["iteration"]["roofline_seconds"]
     if bound is not None:
-        console.print(f"an iteration takes at least {bound:.3g} s, by the card's data sheet")
+        console.print(f"an iteration takes at least {_seconds(bound)} s, by the card's data sheet")
     console.print(f"compiled in {result['iteration']['compile_seconds']:.0f} s, planned in {result['seconds']:.0f} s")
-    console.print(verdict(result), markup=False)
+    console.print(verdict(result), markup=False, soft_wrap=True)  # one line, wherever it goes
 
 
 def verdict(result: dict[str, Any]) -> str:
@@ -47,13 +54,22 @@ def verdict(result: dict[str, Any]) -> str:
     if result["fits"]:
         return f"fits: at most {size(result['peak'])} a device, of {room}"
     why = result["too_large"] or f"{size(result['peak'])} a device, of {room}"
-    return f"does not fit: {why}; try {'; or '.join(result['try'])}"
+    return f"does not fit: {why}; try, until it fits: {'; then '.join(result['try'])}"
 
 
 def size(count: float) -> str:
     """Bytes in words."""
     unit, name = _unit(count)
     return f"{count / unit:.2f} {name}"
+
+
+def _rounded(count: float) -> str:
+    """Four digits, and none after the point where there are as many before it."""
+    return f"{count:,.0f}" if abs(count) >= 1000 else f"{count:.4g}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.3g}"
 
 
 def _unit(largest: float) -> tuple[float, str]:
@@ -82,7 +98,7 @@ def _functions(result: dict[str, Any]) -> Table:
 
     def flops(entry: dict[str, Any]) -> list[str]:
         ratio = entry["executed_over_model"]
-        counts = [f"{entry[kind] / 1e12:,.4g}" for kind in ("model_flops", "executed_flops")]
+        counts = [_rounded(entry[kind] / 1e12) for kind in ("model_flops", "executed_flops")]
         return [*counts, "" if ratio is None else f"{ratio:.3f}"]
 
     for f in result["functions"]:
@@ -99,11 +115,11 @@ def _functions(result: dict[str, Any]) -> Table:
             *(f"{count / unit:.2f}" for count in memory),
             *flops(f),
             "" if f["floor"] is None else f"{f['floor']:.3f}",
-            "" if bound is None or not f["runs"] else f"{bound:.3g}",
+            "" if bound is None or not f["runs"] else _seconds(bound),
             f"{f['compile_seconds']:.1f}",
         )
     iteration, bound = result["iteration"], result["iteration"]["roofline_seconds"]
-    seconds = "" if bound is None else f"{bound:.3g}"
+    seconds = "" if bound is None else _seconds(bound)
     peak = f"{result['peak'] / unit:.2f}"
     table.add_row(
         "an iteration", "", "", "", "", peak, *flops(iteration), "", seconds, f"{iteration['compile_seconds']:.1f}"
@@ -123,6 +139,6 @@ def _collectives(result: dict[str, Any]) -> Table:
                 str(row["group"]),
                 f"{row['count']:,}",
                 f"{row['bytes'] / unit:.2f}",
-                f"{row['seconds']:.3g}",
+                _seconds(row["seconds"]),
             )
     return table

@@ -20,7 +20,8 @@ SLICES = {"v5p": (3, "tpu-v5p-slice"), "v6e": (2, "tpu-v6e-slice"), "v5e": (2, "
 
 
 def fail(message):
-    sys.exit(f"error: {message}")
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def documents():
@@ -41,7 +42,12 @@ def manifest(arguments, variables):
     service, jobset = documents()
     trainer, container = job(jobset, "trainer")
     sidecar, server = job(jobset, "sidecar")
+    for image in ("IMAGE", "SIDECAR_IMAGE"):
+        if image not in variables:
+            fail(f"{image} is not set: name an image; launch/gke_tpu.sh says what is in it")
     name = variables.get("NAME", jobset["metadata"]["name"])
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
+        fail(f"NAME={name!r}: must be at most 40 of a-z, 0-9 and -, with a letter first and no - last")
     jobset["metadata"]["name"] = name
     service["metadata"]["name"] = f"{name}-rewards"
     service["spec"]["selector"]["jobset.sigs.k8s.io/jobset-name"] = name
@@ -76,6 +82,8 @@ def hosts(trainer, container, variables):
     limits = container["resources"]["limits"]
     limits["google.com/tpu"] = chips = number(variables, "CHIPS", limits["google.com/tpu"])
     total = math.prod(map(int, topology.split("x")))
+    if chips not in (1, 4, 8):
+        fail(f"CHIPS={chips}: must be 1, 4 or 8, which hosts have")
     if total % chips:
         fail(f"CHIPS={chips}: must divide the {total} chips of TOPOLOGY={topology}")
     trainer["parallelism"] = trainer["completions"] = total // chips

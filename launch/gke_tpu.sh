@@ -18,12 +18,17 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/local.sh
 python=$(default_python)
+need_program PYTHON "$python"
 if [ -z "${LOCAL:-}" ]; then
   exec "$python" launch/gke_tpu.py manifest "$@"
 fi
 
+need_number LOCAL
 data=${DATA:-runs/gke}
-mkdir -p "$data"
+if ! mkdir -p "$data" 2>/dev/null; then
+  echo "error: DATA='$data': no folder can be made there" >&2
+  exit 2
+fi
 data=$(realpath "$data")
 scratch=$(mktemp -d)
 server=
@@ -49,6 +54,7 @@ read -ra more <<<"${SIDECAR_ARGS:-}"
 words sidecar -- ${more[@]+"${more[@]}"}
 # As in the cluster, but for the address, which is to be free, and the device. The containers' `python` is the PATH's.
 server_python=${SIDECAR_PYTHON:-$HOME/.cache/ddrl_jax/sidecar/digits/bin/python}
+need_program SIDECAR_PYTHON "$server_python"
 env PATH="$(dirname "$server_python"):$PATH" "${sidecar[@]}" \
   --host 127.0.0.1 --port 0 --device cpu --ready-file "$scratch/ready.json" >&2 &
 server=$!

@@ -17,6 +17,19 @@ need_number() {
   [[ ${!1} =~ ^[1-9][0-9]*$ ]] || { echo "error: $1='${!1}': must be a whole number above 0" >&2 && return 2; }
 }
 
+# need_file NAME: the variable of that name is a file that can be read and has something in it.
+need_file() {
+  if ! [ -f "${!1}" ] || ! grep -q '[^[:space:]]' -- "${!1}" 2>/dev/null; then
+    echo "error: $1='${!1}': must be a file that can be read and is not empty" >&2
+    return 2
+  fi
+}
+
+# need_program NAME PROGRAM: what the variable of that name stands for can be run.
+need_program() {
+  [ -n "$(command -v -- "$2")" ] || { echo "error: $1='$2': there is no such program" >&2 && return 2; }
+}
+
 # pick SPACED_LIST INDEX: the entry INDEX modulo the list's length.
 pick() {
   local -a entries
@@ -26,7 +39,10 @@ pick() {
 
 # read_token: $DDRL_SIDECAR_TOKEN, out of TOKEN_FILE where that is given. A command line would show it to everyone.
 read_token() {
-  if [ -n "${TOKEN_FILE:-}" ]; then DDRL_SIDECAR_TOKEN=$(tr -d '[:space:]' <"$TOKEN_FILE") || return; fi
+  if [ -n "${TOKEN_FILE:-}" ]; then
+    need_file TOKEN_FILE || return
+    DDRL_SIDECAR_TOKEN=$(tr -d '[:space:]' <"$TOKEN_FILE")
+  fi
   export DDRL_SIDECAR_TOKEN=${DDRL_SIDECAR_TOKEN:-}
 }
 
@@ -34,7 +50,7 @@ read_token() {
 train_process() {
   local number=$1
   shift
-  read_token
+  read_token || exit
   if [ -n "${URLS:-}" ]; then
     set -- "$@" --config.reward.launch=False --config.reward.url="$(pick "$URLS" "$number")"
   fi
@@ -100,6 +116,7 @@ run_local() {
   shift
   need_number LOCAL && need_number DEVICES || return
   python=$(default_python) || return
+  need_program PYTHON "$python" || return
   port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
   for ((index = 0; index < LOCAL; index++)); do
     begin env JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES="$DEVICES" JAX_COORDINATOR_ADDRESS="127.0.0.1:$port" \

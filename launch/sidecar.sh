@@ -75,6 +75,13 @@ TORCH_DEVICES=${TORCH_DEVICES:-cpu}
 RESTARTS=${RESTARTS:-3}
 COUNT=${LOCAL:-${COUNT:-$(wc -w <<<"$TORCH_DEVICES")}}
 need_number COUNT
+for name in PORT RESTARTS; do
+  [[ ${!name} =~ ^[0-9]+$ ]] || { echo "error: $name='${!name}': must be a whole number" >&2 && exit 2; }
+done
+if [ -n "${ADDRESSES:-}" ] && ! : 2>/dev/null >"$ADDRESSES.new"; then
+  echo "error: ADDRESSES='$ADDRESSES': cannot be written" >&2
+  exit 2
+fi
 ready=$(mktemp -d)
 trap 'rm -rf "$ready"' EXIT
 

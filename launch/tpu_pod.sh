@@ -55,7 +55,10 @@ fi
 
 # A host's number ends its name; the command line of `exec` has neither the token nor more than one address.
 URLS=
-if [ -n "${REWARD_URLS:-}" ]; then URLS=$(tr '\n' ' ' <"$REWARD_URLS"); fi
+if [ -n "${REWARD_URLS:-}" ]; then
+  need_file REWARD_URLS
+  URLS=$(tr '\n' ' ' <"$REWARD_URLS")
+fi
 printf -v start 'cd %q && export PYTHON=%q URLS=%q TOKEN_FILE=%q && source launch/local.sh' \
   "$folder" "${PYTHON:-.venv/bin/python}" "$URLS" "${TOKEN_FILE:-}"
 # shellcheck disable=SC2016 # the hosts' own

@@ -29,8 +29,8 @@ def call(capsys, *arguments):
     [
         ("--config.train.stepz=3", "config.train.stepz='3': there is no such field; did you mean config.train.steps?"),
         ("--config.nothing.like.it=3", "config.nothing.like.it='3': there is no such field"),
-        ("--config.train.steps=abc", "flag --config.train.steps=abc: invalid literal for int() with base 10: 'abc'"),
-        ("--config.train.steps=1.5", "flag --config.train.steps=1.5: invalid literal for int() with base 10: '1.5'"),
+        ("--config.train.steps=abc", "config.train.steps='abc': must be a whole number"),
+        ("--config.train.steps=1.5", "config.train.steps='1.5': must be a whole number"),
         ("--config.train.steps=-1", "config.train.steps=-1: must be at least 0"),
         ("--config.train.learning_rate=nan", "config.train.learning_rate=nan: must be a number"),
         (

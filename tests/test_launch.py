@@ -216,7 +216,7 @@ def _check(service, jobset):
 def test_the_jobset_is_what_it_should_be():
     documents = list(yaml.safe_load_all((LAUNCH / "gke_tpu.yaml").read_text()))
     _check(*documents)
-    assert _manifest() == documents
+    assert _manifest(IMAGE="ddrl-jax", SIDECAR_IMAGE="ddrl-jax-sidecar") == documents
     trainer = _jobs(documents[1])["trainer"]
     assert "alpha.jobset.sigs.k8s.io/exclusive-topology" in trainer["template"]["metadata"]["annotations"]
     _shellcheck("--shell=bash", "-", input=_container(trainer)["command"][2])
@@ -265,13 +265,43 @@ def test_variables_fill_in_the_jobset(kind, topology, chips, hosts, label):
         ({"TPU": "v4"}, "TPU='v4': must be one of v5p, v6e, v5e"),
         ({"TPU": "v6e", "TOPOLOGY": "4x4x4"}, "TOPOLOGY='4x4x4': must be 2 numbers for v6e"),
         ({"TOPOLOGY": "4x4"}, "TOPOLOGY='4x4': must be 3 numbers for v5p"),
-        ({"CHIPS": "5"}, "CHIPS=5: must divide the 128 chips"),
+        ({"CHIPS": "5"}, "CHIPS=5: must be 1, 4 or 8"),
+        ({"TPU": "v6e", "TOPOLOGY": "2x2", "CHIPS": "8"}, "CHIPS=8: must divide the 4 chips"),
         ({"SIDECARS": "0"}, "SIDECARS='0': must be a whole number above 0"),
+        ({"NAME": "Bad_Name"}, "NAME='Bad_Name': must be at most 40 of a-z, 0-9 and -"),
+        ({"IMAGE": ""}, "IMAGE is not set: name an image"),
+        ({"SIDECAR_IMAGE": ""}, "SIDECAR_IMAGE is not set: name an image"),
     ],
 )
-def test_a_slice_that_cannot_be_is_refused(given, said):
-    done = subprocess.run([*RUN, "manifest"], env=os.environ | given, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith(f"error: {said}"), done.stderr
+def test_a_jobset_that_cannot_be_is_refused(given, said):
+    variables = os.environ | {"IMAGE": "trainer:1", "SIDECAR_IMAGE": "server:2"} | given
+    done = subprocess.run([*RUN, "manifest"], env=variables, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {said}"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "given", "said"),
+    [
+        ("slurm_h100.sbatch", {"REWARD_URLS": "/no/file"}, "REWARD_URLS='/no/file': must be a file"),
+        ("slurm_h100.sbatch", {"PYTHON": "/no/python"}, "PYTHON='/no/python': there is no such program"),
+        ("tpu_pod.sh", {"REWARD_URLS": "/dev/null"}, "REWARD_URLS='/dev/null': must be a file"),
+        ("sidecar.sh", {"TOKEN_FILE": "/no/file"}, "TOKEN_FILE='/no/file': must be a file"),
+        ("sidecar.sh", {"PORT": "abc"}, "PORT='abc': must be a whole number"),
+        ("sidecar.sh", {"RESTARTS": "x"}, "RESTARTS='x': must be a whole number"),
+        ("sidecar.sh", {"ADDRESSES": "/no/folder/a"}, "ADDRESSES='/no/folder/a': cannot be written"),
+        ("gke_tpu.sh", {"LOCAL": "0"}, "LOCAL='0': must be a whole number above 0"),
+        ("gke_tpu.sh", {"DATA": "/proc/x"}, "DATA='/proc/x': no folder can be made there"),
+        ("gke_tpu.sh", {"SIDECAR_PYTHON": "/no/python"}, "SIDECAR_PYTHON='/no/python': there is no such program"),
+    ],
+)
+def test_what_a_launcher_cannot_use_is_one_line(variables, tmp_path, script, given, said):
+    token = {"DDRL_SIDECAR_TOKEN": "t"} if script == "sidecar.sh" else {}
+    variables |= {"LOCAL": "1", "PYTHON": sys.executable, "DATA": str(tmp_path)} | token | given
+    arguments = ["train"] if script == "tpu_pod.sh" else []
+    done = subprocess.run(["bash", LAUNCH / script, *arguments], env=variables, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines() == [line for line in done.stderr.splitlines() if line.startswith("error: ")][:1]
+    assert said in done.stderr
 
 
 def test_a_pod_that_is_taken_away_ends_so_that_the_jobset_starts_again(variables, tmp_path):

@@ -135,7 +135,7 @@ def test_whole_parameters_on_every_device_do_not_fit(monkeypatch):
     assert not broken["fits"] and broken["peak"] > 1.5 * peak
     assert broken["held"]["parameters"] > 6 * result()["held"]["parameters"]
     line = plan_table.verdict(broken)
-    assert line.startswith("does not fit: ") and "; try " in line
+    assert line.startswith("does not fit: ") and "; try, until it fits: " in line
 
 
 def suggestions(**changes):
@@ -150,17 +150,17 @@ def suggestions(**changes):
         "held": {"parameters": 60, "optimizer": 120, "EMA": 60, "trajectory": 300},
         "card": {"usable": 1000},
         "too_large": "",
-        "rollouts_per_data_group": 4,
+        "rollouts": 32,
     }
     return plan._suggest(c, found, mesh_lib.make_mesh(2, 4, 1))
 
 
 def test_what_to_try_follows_from_what_is_large():
     tries = suggestions()
-    assert any("train.micro_batch=8," in t for t in tries)
+    assert "rollout.micro_batch=8 and train.micro_batch=8" in tries
     assert any("model.remat=save-most, down to full" in t for t in tries)
     assert any("mesh.context=2 with mesh.replica=1" in t for t in tries)
-    assert any("mesh.fsdp=8 with mesh.replica=1" in t and "120.00 B" in t for t in tries)
+    assert any("mesh.fsdp=8 with mesh.replica=1" in t for t in tries)
     assert tries[-1].startswith("more devices")
     assert not any("model.remat" in t for t in suggestions(model__remat="full"))
     assert not any("mesh.context" in t for t in suggestions(model__heads=3))
@@ -209,7 +209,9 @@ def test_the_command_plans_prints_and_writes(tmp_path):
         ("v5p:4x4", "must be h100:N"),
         ("v6e:4x4x4", "must be h100:N"),
         ("cpu:two", "must be h100:N"),
-        ("h100:12", "above 8 the number must be a multiple of it, whole hosts"),
+        ("cpu:999999999", "must be at most 1,024 devices"),
+        ("h100:1000000", "must be at most 65,536 devices"),
+        ("h100:12", "must be whole hosts of 8 above 8, such as h100:16"),
         ("h100:16", "needs its compiler; install it with pip install 'ddrl_jax[plan-cuda]'"),
         ("v5e:4x4", "needs its compiler; install it with pip install 'ddrl_jax[tpu]'"),
     ],
@@ -224,8 +226,12 @@ def test_a_target_that_cannot_be_is_one_line(capsys, monkeypatch, target, messag
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("mesh.context", 3, "config.mesh: replica=1, fsdp=-1, context=3 does not give 8 devices"),
-        ("mesh.fsdp", 16, "config.mesh: replica=1, fsdp=16, context=1 does not give 8 devices"),
+        (
+            "mesh.context",
+            3,
+            "config.mesh: replica=1, fsdp=-1, context=3 does not give 8 devices: replica * context = 3",
+        ),
+        ("mesh.fsdp", 16, "config.mesh: replica=1, fsdp=16, context=1 does not give 8 devices: the product is 16"),
         ("train.micro_batch", 4, "config.train.micro_batch=4: must be a multiple of the mesh's replica * fsdp = 8"),
     ],
 )

@@ -20,7 +20,6 @@ from ddrl_jax.checkpoint.manager import Checkpoints
 from ddrl_jax.data import digits
 from ddrl_jax.diffusion.sampler import sample
 from ddrl_jax.logbook import Logbook
-from ddrl_jax.parallel import mesh as mesh_lib
 
 from . import tiny
 
@@ -56,8 +55,8 @@ def base_state(config, setup):
 def one_device():
     """Of the test process's eight, so that chunks may have any size."""
     with pytest.MonkeyPatch.context() as patch:
-        one = functools.partial(mesh_lib.make_mesh, devices=jax.devices()[:1])
-        patch.setattr(mesh_lib, "make_mesh", one)
+        one = functools.partial(build.make_mesh, devices=jax.devices()[:1])
+        patch.setattr(build, "make_mesh", one)
         yield
 
 

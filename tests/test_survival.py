@@ -22,7 +22,6 @@ import pytest
 from ddrl_jax import build, train
 from ddrl_jax.checkpoint.manager import Checkpoints
 from ddrl_jax.logbook import read_metrics
-from ddrl_jax.parallel import mesh as mesh_lib
 
 from . import tiny
 
@@ -167,8 +166,8 @@ class _StopsInTheEvaluation:
 @pytest.mark.parametrize("updates", [1, 2])
 def test_stopped_inside_an_evaluation_no_line_is_lost(tmp_path, updates, monkeypatch):
     # One of the test process's eight devices, which these batches do not divide by.
-    one = functools.partial(mesh_lib.make_mesh, devices=jax.devices()[:1])
-    monkeypatch.setattr(mesh_lib, "make_mesh", one)
+    one = functools.partial(build.make_mesh, devices=jax.devices()[:1])
+    monkeypatch.setattr(build, "make_mesh", one)
     config = tiny.config()
     config.eval.every, config.checkpoint.every = 3, 100
     config.train.updates_per_rollout = updates

@@ -37,9 +37,14 @@ def make_mesh(replica: int = 1, fsdp: int = -1, context: int = 1, devices: Seque
     count = jax.device_count() if devices is None else len(devices)
     free = [axis for axis, size in sizes.items() if size == -1]
     given = int(np.prod([size for size in sizes.values() if size != -1]))
-    if len(free) > 1 or (free and count % given) or (not free and given != count):
-        shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
-        raise ValueError(f"config.mesh: {shown} does not give {count} devices; at most one size may be -1")
+    shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    if len(free) > 1:
+        raise ValueError(f"config.mesh: {shown} does not give {count} devices: at most one may be -1, the rest")
+    if free and count % given:
+        others = " * ".join(axis for axis in sizes if axis != free[0])
+        raise ValueError(f"config.mesh: {shown} does not give {count} devices: {others} = {given} must divide them")
+    if not free and given != count:
+        raise ValueError(f"config.mesh: {shown} does not give {count} devices: the product is {given}")
     if free:
         sizes[free[0]] = count // given
     # A TPU's torus need not have a side of every size: context 2 on 4x4x8 takes half of one.
@@ -108,6 +113,14 @@ def text_sharding(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
     if size > 1 and shape[-1] % size == 0:
         return NamedSharding(mesh, P(_replica_spec(mesh, shape[0]), None, _CUT))
     return NamedSharding(mesh, P(batch_spec(mesh, shape[0])))
+
+
+def arriving_text_sharding(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
+    """Of text features (G,S,D) as processes make them, each those of its own conditions: `text_sharding` where nothing
+    has to move for that, because conditions are not cut over fsdp; else cut along conditions only."""
+    rows = batch_spec(mesh, shape[0])
+    moves = rows is not None and "fsdp" in rows and mesh.shape["fsdp"] > 1
+    return NamedSharding(mesh, P(rows)) if moves else text_sharding(mesh, shape)
 
 
 def _replica_spec(mesh: Mesh, rows: int) -> str | None:

@@ -82,6 +82,8 @@ CARDS = {
     "v5p": Card("TPU v5p", "tpu", 95 * GIB, _TPU_RESERVE, 459e12, 2765e9, 600e9),
     "v6e": Card("TPU v6e", "tpu", 32 * GIB, _TPU_RESERVE, 918e12, 1640e9, 400e9),
 }  # fmt: skip
+# Devices of a plan: more than anyone has, few enough to compile for.
+_MOST, _MOST_CPUS = 65_536, 1024
 FORMS = "h100:N, h200:N, b200:N, v5e:AxB, v5p:AxBxC, v6e:AxB or cpu:N"
 # What compiles for it: (a module that must be there, the extra of this package that brings it).
 _COMPILERS = {"gpu": ("jax_plugins.xla_cuda12", "plan-cuda"), "tpu": ("libtpu", "tpu")}
@@ -130,15 +132,21 @@ class Target:
 
 def parse(text: str) -> Target:
     """A target from its text. Raises TargetError for what it cannot be, or where its compiler is not installed."""
-    kind, _, size = text.partition(":")
+    kind, _, size = text.strip().lower().partition(":")
     shape = tuple(int(n) for n in size.split("x")) if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size) else ()
     if kind not in (*CARDS, "cpu") or len(shape) != _TORUS.get(kind, 1):
         raise TargetError(f"target={text!r}: must be {FORMS}")
+    most = _MOST_CPUS if kind == "cpu" else _MOST
+    if math.prod(shape) > most:
+        raise TargetError(f"target={text!r}: must be at most {most:,} devices")
     if kind == "cpu":
         return Target(text, kind, shape, _this_machine(shape[0]))
     card = CARDS[kind]
     if card.platform == "gpu" and shape[0] > card.host and shape[0] % card.host:
-        raise TargetError(f"target={text!r}: above {card.host} the number must be a multiple of it, whole hosts")
+        whole = -(-shape[0] // card.host) * card.host
+        raise TargetError(
+            f"target={text!r}: must be whole hosts of {card.host} above {card.host}, such as {kind}:{whole}"
+        )
     module, extra = _COMPILERS[card.platform]
     if not _is_installed(module):
         raise TargetError(f"target={text!r}: needs its compiler; install it with pip install 'ddrl_jax[{extra}]'")
@@ -173,7 +181,8 @@ def devices(target: Target) -> Sequence[Any]:
     card = target.card
     try:
         if card.platform == "tpu":
-            return topologies.get_topology_desc(platform="tpu", topology_name=target.text).devices
+            name = f"{target.kind}:{'x'.join(map(str, target.shape))}"
+            return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
         hosts, each = -(-target.count // card.host), min(target.count, card.host)
         text = _GPU.format(name=card.name, memory=card.memory, bandwidth=card.bandwidth, **card.description)
         # topology: slices x hosts x devices a host
@@ -182,7 +191,11 @@ def devices(target: Target) -> Sequence[Any]:
             platform="cuda", topology_name="", topology=shape, target_config=text
         ).devices
     except jax.errors.JaxRuntimeError as error:
-        raise TargetError(f"target={target.text!r}: {' '.join(str(error).split())}") from error
+        like = {2: "4x4, 8x8 or 16x16", 3: "2x2x1, 4x4x4 or 4x4x8"}.get(len(target.shape), "of whole hosts")
+        why = " ".join(str(error).split())
+        raise TargetError(
+            f"target={target.text!r}: there is no such slice; its sides are such as {like} ({why:.200})"
+        ) from error
 
 
 def _this_machine(count: int) -> Card:
