@@ -32,7 +32,9 @@ def clips():
 
 @pytest.fixture(scope="module", params=sorted(ENGINES))
 def scorer(request):
-    pytest.importorskip(ENGINES[request.param], reason=f"add it with: pip install {' '.join(build.scorer_requirements('ocr'))}")
+    pytest.importorskip(
+        ENGINES[request.param], reason=f"add it with: pip install {' '.join(build.scorer_requirements('ocr'))}"
+    )
     return load(request.param, None, "cpu")[1]
 
 

@@ -295,7 +295,7 @@ def test_resolve(tmp_path):
     with pytest.raises(ValueError, match="scorer nice: batch_size 0"):
         load(f"{file}:Mine", None, "cpu")
     for spec, expected in {
-        "nope": "none of brightness, digits",
+        "nope": "none of .*brightness.*digits",
         f"{file}:Other": "no class 'Other'",
         f"{file}:Half": "no class 'Half' with the methods `load` and `score`",
         f"{tmp_path}/missing.py:A": "no Python file",

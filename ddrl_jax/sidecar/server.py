@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
@@ -376,10 +377,12 @@ def serve(
         await running
         sweeping.cancel()
 
-    try:
-        segment, proof = shared.prove()
-    except OSError:  # no such memory here: arrays come over HTTP
-        asyncio.run(main(None))
-        return
-    with segment:
+    with contextlib.ExitStack() as stack:
+        stack.callback(queue.close)
+        proof = None
+        try:
+            segment, proof = shared.prove()
+            stack.enter_context(segment)
+        except OSError:  # no such memory here: arrays come over HTTP
+            log.info("no shared memory here; arrays come over HTTP")
         asyncio.run(main(proof))
