@@ -202,6 +202,8 @@ def default() -> ConfigDict:
                     }
                 ),
                 "mix": "sum",  # sum: weighted sum | normalised: each within its group, then weighted
+                # "scorer/sub-score": (low, high), what it is clipped to before its weight scales it
+                "bounds": ConfigDict({}),
                 "gates": ConfigDict({}),  # "scorer/sub-score": minimum; a sample below counts as its group's worst
                 "port": 0,  # of a launched sidecar; 0 takes a free one
                 "wire": "float32",  # of latents on their way to the sidecar: float32 | bfloat16 (half the bytes)
@@ -445,13 +447,18 @@ _UNBOUNDED |= {"objective.clip_range", "objective.adv_clip"}
 def _validate_schema(config: ConfigDict) -> None:
     """Every field is there, none is unknown (an unlocked block takes any name), none is None or nan that may not."""
     known, given = flatten(default().to_dict()), flatten(config.to_dict())
-    numbers, free = ("reward.weights", "reward.gates"), ("study.arms",)
-    for field in sorted(f for f in known.keys() - given.keys() if not f.startswith((*numbers, *free))):
+    numbers, pairs, free = ("reward.weights", "reward.gates"), "reward.bounds", ("study.arms",)
+    for field in sorted(f for f in known.keys() - given.keys() if not f.startswith((*numbers, pairs, *free))):
         raise ConfigError(f"config.{field}: is missing; its default is {known[field]!r}")
     for field, value in given.items():
         if field.startswith(free):
             continue  # checked by study.py, arm by arm
-        if field in numbers and not value:
+        if field in (*numbers, pairs) and not value:
+            continue
+        if field.startswith(pairs):
+            two = isinstance(value, tuple | list) and len(value) == 2
+            numeric = two and all(isinstance(v, int | float) and not math.isnan(v) for v in value)
+            _require(numeric and value[0] < value[1], field, value, "must be (low, high), one pair a sub-score")
             continue
         if field.startswith(numbers):
             number = isinstance(value, int | float) and math.isfinite(value)

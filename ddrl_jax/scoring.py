@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def open_rewards(
             client.with_judges().ping()
             if isinstance(text, rewards.SidecarText):
                 text.connect(client)
-            known = _try_rewards(client.with_judges(), probe)
+            known = _try_rewards(client.with_judges(), probe, reward.bounds)
             client.known = tuple(distributed.primary(lambda: known))
             book.say(f"rewards: the sidecar at {client.url} answers")
             if "brightness" in config.reward.scorers:
@@ -220,7 +220,7 @@ def probe(config: ConfigDict, setup: build.Setup) -> dict[str, Any]:
     return {"latent": setup.latents(clip), "caption": clip["caption"]}
 
 
-def _try_rewards(client: rewards.RewardClient, probe: dict[str, Any]) -> list[str]:
+def _try_rewards(client: rewards.RewardClient, probe: dict[str, Any], bounds: Iterable[str]) -> list[str]:
     """One clip's latent through the scorers, before anything is trained: weights that name no score, and scorers
     that fail on our clips, are found now. Returns the sub-scores' names. Raises ConfigurationFault."""
     scores = client.submit(probe["latent"], probe["caption"]).result()
@@ -228,6 +228,11 @@ def _try_rewards(client: rewards.RewardClient, probe: dict[str, Any]) -> list[st
         raise rewards.ConfigurationFault(
             f"reward.weights, reward.gates, reward.scorers: a real clip got no reward: {scores.reason}"
         )
+    for name in bounds:
+        try:
+            rewards.resolve_name(name, scores.scores)
+        except KeyError as error:
+            raise rewards.ConfigurationFault(f"reward.bounds: {error.args[0]}") from error
     return sorted(scores.scores)
 
 
@@ -235,7 +240,8 @@ def total_reward(scores: rewards.Scores, config: ConfigDict) -> tuple[np.ndarray
     """(reward (B,) float32, valid (B,)) of a batch: the weighted sum; all invalid where nothing came back."""
     if not scores.scores:
         return np.full(len(scores.valid), np.nan, np.float32), scores.valid
-    return rewards.total_reward(scores.scores, config.reward.weights.to_dict())
+    bounds = config.reward.bounds.to_dict()
+    return rewards.total_reward(rewards.bounded(scores.scores, bounds), config.reward.weights.to_dict())
 
 
 def training_rewards(
@@ -252,11 +258,12 @@ def training_rewards(
         given = config.reward.weights.to_dict()
         names = rewards.weighted_names(given, scores.scores) if scores.scores else {n: w for n, w in given.items() if w}
         weights = np.array(list(names.values()), np.float32)
-        rows = np.stack([scores.scores.get(n, np.full(len(valid), np.nan)) for n in names])
+        known = rewards.bounded(scores.scores, config.reward.bounds.to_dict()) if scores.scores else {}
+        rows = np.stack([known.get(n, np.full(len(valid), np.nan)) for n in names])
     metrics: dict[str, float] = {}
     if config.reward.gates and scores.scores:
-        passed, known = rewards.passes_gates(scores.scores, config.reward.gates.to_dict())
-        valid = valid & known
+        passed, there = rewards.passes_gates(scores.scores, config.reward.gates.to_dict())
+        valid = valid & there
         rows = rewards.gated(rows, passed, valid, config.rollout.group_size)
         metrics["gate_rate"] = float(passed[valid].mean()) if valid.any() else float("nan")
     return np.asarray(rows, np.float32), weights, valid, metrics

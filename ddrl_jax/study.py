@@ -53,7 +53,11 @@ COMMON = (
     *(f"reward.{f}" for f in ("launch", "url", "token_env", "env", "port", "retries", "timeout_s", "fps")),
 )
 FROM = ("pretrain.from_run", "pretrain.from_stage")  # all of pretrain that an arm may set: the rest is the base's
-WHOLE = ("reward.weights", "reward.gates")  # set as a whole: a sub-score that the arm does not name is not there
+WHOLE = (
+    "reward.weights",
+    "reward.bounds",
+    "reward.gates",
+)  # set as a whole: a sub-score that the arm does not name is not there
 NAMED = ("process", "objective")  # with a name of its own, an arm leaves none of the common values
 OF_NETWORK = ("model", "codec", "text", "data.frames", "data.size", "pretrain.ema_rate")
 OF_BASE = (*OF_NETWORK, "seed", "data", "process", "pretrain")
@@ -88,7 +92,7 @@ class Arm:
 
     @property
     def flat(self) -> dict[str, Any]:
-        """{"objective.name": "sft", ...}; reward.weights and reward.gates stay whole."""
+        """{"objective.name": "sft", ...}; reward.weights, reward.bounds and reward.gates stay whole."""
         return _flat(self.values)
 
 

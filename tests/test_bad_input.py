@@ -348,6 +348,15 @@ def test_choices_of_methods_that_cannot_be(fields, message):
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("bounds", [(1.0, 1.0), (2.0, 1.0), (1.0,), 3.0, ("a", "b"), (float("nan"), 1.0)])
+def test_bounds_of_a_sub_score_are_two_numbers_in_order(bounds):
+    c = tiny.config()
+    with c.unlocked():
+        c.reward.bounds = config_lib.ConfigDict({"brightness": bounds})
+    with pytest.raises(config_lib.ConfigError, match=r"^config\.reward\.bounds\.brightness=.*: must be \(low, high\)"):
+        config_lib.validate(c)
+
+
 def test_a_gate_added_to_a_run_is_one_difference(tmp_path):
     c = tiny.config()
     (tmp_path / "config.json").write_text(config_lib.to_json(c))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ddrl_jax import scoring
-from ddrl_jax.rewards import Scores, gated, passes_gates
+from ddrl_jax.rewards import Scores, bounded, gated, passes_gates
 
 from . import tiny
 
@@ -47,6 +47,17 @@ def test_a_sample_that_fails_counts_as_its_groups_worst_and_never_as_better():
 def test_a_group_in_which_all_fail_teaches_nothing():
     out = gated(np.array([[3.0, 1.0, 2.0, 9.0]]), np.zeros(4, bool), np.ones(4, bool), 4)
     np.testing.assert_array_equal(out, np.full((1, 4), 1.0))
+
+
+def test_bounds_clip_a_sub_score_before_its_weight():
+    got = bounded({"a/x": np.array([-9.0, 0.5, NAN]), "b/overall": np.array([7.0, 8.0, 9.0])}, {"a/x": (-1, 1)})
+    np.testing.assert_array_equal(got["a/x"], [-1, 0.5, NAN])
+    np.testing.assert_array_equal(got["b/overall"], [7, 8, 9])
+    np.testing.assert_array_equal(bounded(got, {"b": (0.0, 8.0), "c": (0.0, 1.0)})["b/overall"], [7, 8, 8])
+    batch, weights = scores(a_x=[1, 2, 3, 4], a_y=[10, 20, 30, 40]), {"a/x": 1.0, "a/y": 0.5}
+    for mix, wanted in (("sum", [[7, 12, 13, 13]]), ("normalised", [[2, 2, 3, 3], [10, 20, 20, 20]])):
+        c = config(weights=weights, bounds={"a/x": (2.0, 3.0), "a/y": (-20.0, 20.0)}, mix=mix)
+        np.testing.assert_allclose(scoring.training_rewards(batch, c)[0], wanted)
 
 
 def test_a_sum_is_one_row_and_normalised_rewards_one_each():

@@ -5,7 +5,7 @@ Needs numpy, httpx and pydantic; knows neither torch nor jax.
 
 from .client import RewardClient, Scores, Ticket, joined
 from .environment import ConfigurationFault, check_environment, env_python, train_scorer
-from .mixing import gated, passes_gates, total_reward, weighted_names
+from .mixing import bounded, gated, passes_gates, resolve_name, total_reward, weighted_names
 from .sidecar import Sidecar, launch
 from .text import SidecarText, TextUnavailable, embed_captions
 
@@ -17,6 +17,7 @@ __all__ = [
     "SidecarText",
     "TextUnavailable",
     "Ticket",
+    "bounded",
     "check_environment",
     "embed_captions",
     "env_python",
@@ -24,6 +25,7 @@ __all__ = [
     "joined",
     "launch",
     "passes_gates",
+    "resolve_name",
     "total_reward",
     "train_scorer",
     "weighted_names",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -38,6 +39,15 @@ def weighted_names(weights: Mapping[str, float], available: Iterable[str]) -> di
             full = resolve_name(name, names)
             mixed[full] = mixed.get(full, 0.0) + float(weight)
     return mixed
+
+
+def bounded(scores: Mapping[str, np.ndarray], bounds: Mapping[str, tuple[float, float]]) -> dict[str, np.ndarray]:
+    """The scores, those with bounds (`resolve_name`) clipped to (low, high). NaN stays; a batch may lack a score."""
+    limits = {}
+    for name, limit in bounds.items():
+        with contextlib.suppress(KeyError):
+            limits[resolve_name(name, scores)] = limit
+    return {name: np.clip(column, *limits[name]) if name in limits else column for name, column in scores.items()}
 
 
 def total_reward(scores: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> tuple[np.ndarray, np.ndarray]:
