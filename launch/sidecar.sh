@@ -22,7 +22,8 @@
 #   PYTHON      an interpreter with torch; default that of `python -m ddrl_jax.sidecar build --scorer digits`
 #   LOCAL       N: COUNT=N on this machine, within a Slurm job too
 # The trainer's reward.url takes one address: launch/slurm_h100.sbatch and launch/tpu_pod.sh give each of a run's processes
-# one of a file's (REWARD_URLS=FILE). A load balancer must keep a client on one server: a batch is known where it was sent.
+# one of a file's (REWARD_URLS=FILE). A load balancer must keep a client on one server, which alone knows its batch, unless
+# the servers share a queue: --queue redis://HOST:PORT among the arguments.
 set -euo pipefail
 if [ -n "${SLURM_SUBMIT_DIR:-}" ] && [ -z "${LOCAL:-}" ]; then
   cd "$SLURM_SUBMIT_DIR"

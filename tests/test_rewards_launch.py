@@ -177,7 +177,7 @@ def test_mistakes_are_one_line(tmp_path):
     refused(str(tmp_path / "none"), match=r"^reward\.env: there is no environment in .*/none; make it with: "
             "python -m ddrl_jax.sidecar build --scorer digits --env ")  # fmt: skip
     refused("this", ["digits"], tmp_path, match="no digits.json .*sidecar build --scorer digits --data")
-    refused("this", ["unheard-of"], match="none of brightness, digits")
+    refused("this", ["unheard-of"], match="none of .*brightness.*digits")
     refused("this", [], match=r"^reward\.scorers: empty")
     refused("this", ["brightness"], codec="zip", match="codec: 'zip'")
     with socket.socket() as taken:
