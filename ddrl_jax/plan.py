@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -109,7 +110,7 @@ def run(config: ConfigDict, target: topology.Target) -> bool:
     jax.config.update("jax_enable_compilation_cache", False)  # what is kept for other hardware serves no run here
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     if config.plan.json:  # what cannot be written is said now, and not after minutes of compiling
-        write({}, Path(config.plan.json))
+        _check_writable(Path(config.plan.json))
     with _compiler_messages():  # a TPU's says that there is none here
         devices = topology.devices(target)
     result = make(config, devices, target.card, console=console)
@@ -121,10 +122,23 @@ def run(config: ConfigDict, target: topology.Target) -> bool:
 
 def write(result: dict[str, Any], file: Path) -> None:
     """The whole result as JSON."""
-    try:
+    with _told_of(file), files.whole(file) as partial:
+        partial.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _check_writable(file: Path) -> None:
+    """Makes its folder. An earlier plan there stays until there is a new one."""
+    with _told_of(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with files.whole(file) as partial:
-            partial.write_text(json.dumps(result, indent=2) + "\n")
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        tempfile.TemporaryFile(dir=file.parent).close()
+
+
+@contextlib.contextmanager
+def _told_of(file: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"config.plan.json={str(file)!r}: cannot be written ({error.strerror})") from error
 

@@ -250,6 +250,24 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
         plan.write({}, tmp_path / "file" / "plan.json")
 
 
+def test_an_earlier_plan_stays_where_there_is_no_new_one(tmp_path, monkeypatch):
+    c, file = config(), tmp_path / "plan.json"
+    c.plan.json = str(file)
+    file.write_text("old")
+
+    def refuses(*_, **__):
+        raise config_lib.ConfigError("no")
+
+    monkeypatch.setattr(plan, "make", refuses)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)  # a plan turns the cache of compiled programs off
+    with pytest.raises(config_lib.ConfigError, match="no"):
+        plan.run(c, topology.parse("cpu:8"))
+    assert file.read_text() == "old" and os.listdir(tmp_path) == ["plan.json"]
+    c.plan.json = str(tmp_path)
+    with pytest.raises(config_lib.ConfigError, match=r"^config\.plan\.json=.*: cannot be written"):
+        plan.run(c, topology.parse("cpu:8"))
+
+
 def test_the_environment_of_a_target_is_set_before_jax_is_imported(monkeypatch):
     monkeypatch.setattr(topology, "_is_installed", lambda module: True)
     monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")

@@ -373,20 +373,18 @@ def serve(server, tmp_path):  # noqa: F811
     pytest.importorskip("fastapi")
     (tmp_path / "slow.py").write_text(SCORER)
     server.client.flushall()
-    processes = []
+    from tests.test_sidecar_server import Server
+
+    servers = []
 
     def serve(*args):
-        command = [sys.executable, "-m", "ddrl_jax.sidecar", "serve", "--scorer", f"{tmp_path}/slow.py:Slow"]
-        command += ["--queue", server.url, "--dead-seconds", "1", *map(str, args)]
-        variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables))
-        port = json.loads(processes[-1].stdout.readline())["port"]
-        return processes[-1], f"http://127.0.0.1:{port}"
+        fleet = ("--queue", server.url, "--dead-seconds", 1)
+        servers.append(Server("--scorer", f"{tmp_path}/slow.py:Slow", *fleet, *args, token=""))
+        return servers[-1].process, servers[-1].url
 
     yield serve
-    for process in processes:
-        process.kill()
-        process.communicate()
+    for one in servers:
+        one.stop()
 
 
 def enqueue(http, url, seconds):

@@ -137,24 +137,13 @@ def test_sweeping_takes_what_the_dead_left_and_nothing_else():
 
 # --- a real server ---
 
-SLOW = """
-import time
-class Slow:
-    name, batch_size = "slow", 2
-    def load(self, weights, device):
-        pass
-    def score(self, videos, prompts):
-        time.sleep(float(prompts[0]))
-        return {"overall": videos.flatten(1).double().mean(1).tolist()}
-"""
-
 
 @pytest.fixture
 def server(tmp_path):
     pytest.importorskip("torch")
-    from tests.test_sidecar_server import Server
+    from tests.test_sidecar_server import SLOW_SCORER, Server
 
-    (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "slow.py").write_text(SLOW_SCORER)
     server = Server("--scorer", f"{tmp_path}/slow.py:Slow", token="")
     server.proof = server.http.get("/health").json()["shared"]["name"]
     yield server

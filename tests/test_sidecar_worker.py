@@ -1,9 +1,5 @@
 """What the worker tells of its scorers, what it gives them, and how it and its server stand a flood. Needs torch."""
 
-import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -148,18 +144,6 @@ def test_a_queue_that_fails_does_not_end_the_worker(caplog):
     assert "unheard of" in caplog.text and "its scores are lost: queue: gone" in caplog.text
 
 
-SLOW = """
-import time
-class Slow:
-    name, batch_size = "slow", 2
-    def load(self, weights, device):
-        pass
-    def score(self, videos, prompts):
-        time.sleep(0.1)
-        return {"x": [0.0] * 2}
-"""
-
-
 def resident(pid):
     [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM:")]
     return int(line.split()[1]) * 1024
@@ -169,14 +153,14 @@ def resident(pid):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_a_flood_on_a_slow_scorer_is_held_back(tmp_path):
     httpx = pytest.importorskip("httpx")
-    (tmp_path / "slow.py").write_text(SLOW)
-    command = [sys.executable, "-m", "ddrl_jax.sidecar", "serve", "--scorer", f"{tmp_path}/slow.py:Slow"]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen([*command, "--queue-size", "4"], stdout=subprocess.PIPE, text=True, env=variables)
+    from tests.test_sidecar_server import SLOW_SCORER, Server
+
+    (tmp_path / "slow.py").write_text(SLOW_SCORER)
+    server = Server("--scorer", f"{tmp_path}/slow.py:Slow", "--queue-size", "4", token="")
     try:
-        url = f"http://127.0.0.1:{json.loads(server.stdout.readline())['port']}"
+        url, pid = server.url, server.process.pid
         video = np.zeros((2, 3, 8, 256, 256), np.uint8)  # 3 MiB, 12 as float32
-        header = EnqueueHeader(prompts=["a", "b"], reward_fn={"slow": 1.0}, media_type="video")
+        header = EnqueueHeader(prompts=["0.1", "0.1"], reward_fn={"slow": 1.0}, media_type="video")
         body = encode_request(header, video)
         statuses, accepted, bytes_seen = [], [], []
 
@@ -192,7 +176,7 @@ def test_a_flood_on_a_slow_scorer_is_held_back(tmp_path):
                     bytes_seen.append(http.get("/health").json()["queue"]["bytes"])
 
         flood(8)
-        before = resident(server.pid)
+        before = resident(pid)
         threads = [threading.Thread(target=flood, args=(40,)) for _ in range(8)]
         for thread in threads:
             thread.start()
@@ -201,12 +185,11 @@ def test_a_flood_on_a_slow_scorer_is_held_back(tmp_path):
         assert set(statuses) == {200, 429} and statuses.count(429) > 100
         assert max(bytes_seen) <= 4 * video.nbytes
         # Eight bodies on their way, twice; without a limit it would be a GB.
-        assert resident(server.pid) - before < 100 << 20
+        assert resident(pid) - before < 100 << 20
         with httpx.Client(base_url=url, trust_env=False, timeout=60) as http:
             for uuid in accepted:
                 while (answer := http.post("/api/reward/pull", data={"uuid": uuid})).status_code == 400:
                     time.sleep(0.05)
                 assert answer.status_code == 200
     finally:
-        server.kill()
-        server.communicate()
+        server.stop()

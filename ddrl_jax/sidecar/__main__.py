@@ -136,14 +136,11 @@ def serve(args: argparse.Namespace) -> None:
 
     codec = parse_codec(s.codec, s.device)
 
-    import torch
-
     from .queue import open_queue
-    from .scorer_process import open_scorers
+    from .scorer_process import open_scorers, set_up_torch
     from .worker import Worker
 
-    torch.set_num_threads(s.threads)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    set_up_torch(s.threads)
     scorers = open_scorers(s.scorer, s.weights, s.device, s.threads)
     limits = Limits(queue=s.queue_size, body_bytes=s.max_body_mib << 20)
     text = None

@@ -409,6 +409,11 @@ def from_bfloat16_bytes(array: np.ndarray) -> np.ndarray:
     return bits.view(np.float32)
 
 
+def reason(error: BaseException) -> str:
+    """An error's text for whoever asked; that of a ValueError is meant for people, any other needs its kind."""
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+
 def one_line(text: object, limit: int = 300) -> str:
     """Text fit for a log line or a status line: control characters and newlines become spaces."""
     line = " ".join(str(text).split())

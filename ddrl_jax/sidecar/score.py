@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from .codec import Identity, to_video
-from .protocol import one_line
+from .protocol import one_line, reason
 
 _PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 _VIDEOS = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".gif"}
@@ -160,8 +160,7 @@ def _ask(name: str, scorer: Any, video_BCTHW: np.ndarray, samples: list[Sample])
         columns = score_in_fixed_batches(scorer, video_BCTHW, prompts, infos)
     except Exception as error:  # whatever a scorer raises
         if len(samples) == 1:
-            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            samples[0].errors.append(one_line(f"{name}: {kind}{error}"))
+            samples[0].errors.append(one_line(f"{name}: {reason(error)}"))
         else:
             for i, sample in enumerate(samples):
                 _ask(name, scorer, video_BCTHW[i : i + 1], [sample])
@@ -245,13 +244,10 @@ def main(args: argparse.Namespace) -> int:
             f"prompts: {args.prompts!r} has none for any of the {len(files)} files; a CSV with the columns file and "
             "prompt, NAME.txt beside each file, or --prompts none is needed"
         )
-    import torch
-
-    from .scorer_process import open_scorers
+    from .scorer_process import open_scorers, set_up_torch
     from .settings import scorer_list
 
-    torch.set_num_threads(args.threads)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    set_up_torch(args.threads)
     scorers = open_scorers(scorer_list(args.scorer), args.weights, args.device, args.threads)
     size = max(int(scorer.batch_size) for scorer in scorers.values())
     failed = done = 0

@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from . import build
-from .protocol import one_line
+from .protocol import one_line, reason
 from .settings import ScorerSettings
 
 log = logging.getLogger("ddrl_jax.sidecar")
@@ -62,6 +62,14 @@ def open_scorer(settings: ScorerSettings, weights: str, device: str, threads: in
     if settings.batch_size:
         scorer.batch_size = settings.batch_size
     return name, scorer
+
+
+def set_up_torch(threads: int) -> None:
+    """Before any scorer is loaded: its threads, and the same scores for the same videos."""
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def open_scorers(settings: list[ScorerSettings], weights: str, device: str, threads: int) -> dict[str, Any]:
@@ -264,10 +272,7 @@ def main() -> None:
     os.dup2(2, 1)
     lines = _requests()
     try:
-        import torch
-
-        torch.set_num_threads(args.threads)
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        set_up_torch(args.threads)
         settings = ScorerSettings.model_validate(
             {"name": args.scorer, "dtype": args.dtype, "batch_size": args.batch_size}
         )
@@ -283,8 +288,7 @@ def main() -> None:
             answer = _answer(scorer, request, args.memory_fd)
         except Exception as error:  # the scorer's own; the process goes on
             kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
-            text = str(error) if kind == "ValueError" else f"{kind}: {error}"
-            answer = {"error": one_line(text), "kind": kind}
+            answer = {"error": one_line(reason(error)), "kind": kind}
         print(json.dumps(answer), file=pipe)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .codec import Codec, to_video
-from .protocol import EnqueueHeader, Limits, one_line
+from .protocol import EnqueueHeader, Limits, one_line, reason
 from .queue import EmbeddedQueue, Queue, QueueDownError, QueueFullError, Task
 
 __all__ = ["QueueFullError", "Worker", "score_in_fixed_batches"]
@@ -188,10 +188,9 @@ class Worker:
                     _extend(columns[name], self._ask(name, video, header, start, end))
                 except Exception as error:
                     # Prompts may be in the text: it goes back to whoever sent them, not into the log.
-                    text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
                     about = {"request": task.uuid, "scorer": name, "error": type(error).__name__}
                     log.warning("request %s: scorer %s failed (%s)", *about.values(), extra=about)
-                    self._fail(task, name, f"scorer {name}: {text}", error)
+                    self._fail(task, name, f"scorer {name}: {reason(error)}", error)
                     failed.add(name)
                     continue
                 seconds[name] += time.perf_counter() - began

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import trained
 from .digits import CONFIG_FILE, SUB_SCORES, WEIGHTS_FILE, Nets, raw_scores, read_prompt
 
 STEPS, BATCH, LEARNING_RATE, WEIGHT_DECAY = 900, 96, 2e-3, 1e-2
@@ -146,8 +145,6 @@ def accuracy(nets: Nets, clips: dict[str, np.ndarray], seed: int = 1) -> dict[st
 
 def main(data: str, out: str, *, seed: int = 0, threads: int = 1, steps: int = STEPS) -> None:
     """Reads clips, trains on nine in ten, measures units and accuracy on the tenth, writes safetensors and JSON."""
-    from safetensors.torch import save_file
-
     torch.set_num_threads(threads)
     clips = read_clips(data)
     digits, directions = read_captions(clips)
@@ -166,12 +163,6 @@ def main(data: str, out: str, *, seed: int = 0, threads: int = 1, steps: int = S
         "digits": digits,
         "directions": directions,
     }
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(nets.state_dict(), folder / f"{WEIGHTS_FILE}.partial")
-    os.replace(folder / f"{WEIGHTS_FILE}.partial", folder / WEIGHTS_FILE)
-    # The JSON last: a folder that has it is complete.
-    (folder / f"{CONFIG_FILE}.partial").write_text(json.dumps(config, indent=1))
-    os.replace(folder / f"{CONFIG_FILE}.partial", folder / CONFIG_FILE)
+    folder = trained.write(out, nets, WEIGHTS_FILE, config, CONFIG_FILE)
     told = ", ".join(f"{k} {v:.1%}" for k, v in config["accuracy_unseen_clips"].items())  # type: ignore[attr-defined]
     print(f"digits scorer in {folder}: on clips it was not trained on it tells {told}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import trained
 from .mini_clip import CONFIG_FILE, WEIGHTS_FILE, Features, MiniClip, Projections, pixels
 
 VENDORS = ("google", "twitter")
@@ -123,8 +123,6 @@ def measure(net: Projections, image_VND: Tensor, text_ND: Tensor) -> dict[str, f
 
 def main(data: str, out: str, *, seed: int = 0, threads: int = 1, steps: int = STEPS) -> None:
     """Reads emoji, trains on four concepts in five, measures on the fifth, writes safetensors and JSON."""
-    from safetensors.torch import save_file
-
     torch.set_num_threads(threads)
     captions, pictures = read_emoji(data)
     features, chunk = Features("cpu"), 32
@@ -157,12 +155,6 @@ def main(data: str, out: str, *, seed: int = 0, threads: int = 1, steps: int = S
         "seed": seed,
         "steps": steps,
     }
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(net.state_dict(), folder / f"{WEIGHTS_FILE}.partial")
-    os.replace(folder / f"{WEIGHTS_FILE}.partial", folder / WEIGHTS_FILE)
-    # The JSON last: a folder that has it is complete.
-    (folder / f"{CONFIG_FILE}.partial").write_text(json.dumps(config, indent=1))
-    os.replace(folder / f"{CONFIG_FILE}.partial", folder / CONFIG_FILE)
+    folder = trained.write(out, net, WEIGHTS_FILE, config, CONFIG_FILE)
     told = ", ".join(f"{k.replace('_', ' ')} {v:.3g}" for k, v in config["held_out"].items())  # type: ignore[attr-defined]
     print(f"mini_clip scorer in {folder}: on emoji it was not trained on: {told}")
