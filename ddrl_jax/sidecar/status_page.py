@@ -250,7 +250,7 @@ def live(
     lines = lines if waiting["reachable"] else ["the queue does not answer"]
     tiles = (
         _tile("Waiting", f"{waiting['pending']:,}", "requests", ", ".join(lines))
-        + _tile("Throughput", f"{speed['samples_per_second']:.3g}", "samples/s", "over the last minute")
+        + _tile("Throughput", f"{speed['samples_per_second']:.3g}", "samples/s", "last minute, or since the first")
         + _tile("Latency", _seconds(speed["p50"]), "p50", f"p95 {_seconds(speed['p95'])}")
         + _tile("Requests scored", f"{waiting['scored']:,}", "", f"{waiting['failed']:,} failed")
     )
